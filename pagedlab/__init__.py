@@ -1,0 +1,70 @@
+"""pagedlab: a paged KV cache from the block to the model, as the book builds it.
+
+Every public name imports from here; what is heavy is imported when it is first used.
+"""
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+import torch
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "KVLayout": "layout",
+    "ModelLayout": "layout",
+    "Location": "layout",
+    "LLAMA_3_2_1B": "layout",
+    "BlockPool": "block_pool",
+    "PoolError": "block_pool",
+    "OutOfBlocks": "block_pool",
+    "NotAllocated": "block_pool",
+    "UnknownBlock": "block_pool",
+    "BlockTable": "block_table",
+    "PagedKVCache": "kv_cache",
+    "AttentionPlan": "attention",
+    "attention_plan": "attention",
+    "check_batch": "attention",
+    "paged_attention": "attention",
+    "compile_for": "kernels.compile",
+    "step": "trace",
+    "Trace": "trace",
+    "Llama": "llama",
+    "LlamaConfig": "llama",
+    "Tokenizer": "tokenizer",
+    "Engine": "engine",
+    "Request": "engine",
+    "show": "source",
+    "AddressCalculator": "widgets",
+    "BlockTableView": "widgets",
+    "KernelStepper": "widgets",
+    "RecyclingTimeline": "widgets",
+    "DecodeExplorer": "widgets",
+}
+_SUBMODULES = {module.split(".")[0] for module in _MODULE_OF.values()} | {
+    "checkpoint",
+    "exercises",
+    "recordings",
+    "reference",
+    "sampling",
+    "scheduler",
+}
+__all__ = sorted(_MODULE_OF)
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    # Triton reads this once, when it is first imported: without a GPU its kernels run in the interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(import_module(f"pagedlab.{_MODULE_OF[name]}"), name)
+    if name in _SUBMODULES:
+        return import_module(f"pagedlab.{name}")
+    raise AttributeError(f"module 'pagedlab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF, *_SUBMODULES})

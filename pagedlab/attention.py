@@ -1,0 +1,293 @@
+"""paged_attention: one call, several kernels and a torch backend behind it (chapter 4)."""
+
+import math
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+
+from pagedlab.block_table import BlockTable
+from pagedlab.kv_cache import PagedKVCache, expect_rows, has_triton
+from pagedlab.layout import LLAMA_3_2_1B, KVLayout, expect_in_range
+
+BACKENDS = ("auto", "triton", "torch")
+KERNELS = ("by_token", "by_block")
+
+
+class AttentionPlan(NamedTuple):
+    """What one step's lengths decide for all its layers; attention_plan makes it."""
+
+    num_active: int
+    seq_lens: list[int] | None  # tokens per row, read and checked; None while they stay on the GPU
+    active_slots: list[int] | None
+
+
+def check_batch(
+    table: BlockTable,
+    seq_lens: torch.Tensor,
+    active_slots: torch.Tensor,
+    *,
+    block_size: int = LLAMA_3_2_1B.block_size,
+    num_blocks: int = 2**31,
+    layers: slice = slice(None),
+) -> tuple[list[int], list[int]]:
+    """Check the values that a kernel relies on; on CUDA this waits for the device.
+
+    Args:
+        seq_lens: int32 [num_active], tokens: 0 to max_blocks_per_seq * block_size.
+        active_slots: int32 [num_active]: 0 to num_slots - 1.
+        block_size: tokens per block of the cache in use.
+        num_blocks: blocks of that cache.
+        layers: the table rows to look at, all of them by default.
+
+    Returns:
+        lengths and slots as Python lists.
+
+    Raises:
+        ValueError: the first row that does not hold, or a block inside a length that is unassigned (-1)
+            or not in the cache.
+
+    >>> table = BlockTable(num_slots=2, num_layers=1, max_blocks_per_seq=4)
+    >>> table.assign(slot=1, layer=0, logical_block=0, physical_block=9)
+    >>> rows = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> check_batch(table, rows(16), rows(1))
+    ([16], [1])
+    >>> check_batch(table, rows(17), rows(1))
+    Traceback (most recent call last):
+    ValueError: block_table[1, 0, 1]: expected a block of the cache (0 to 2147483647), got -1
+    """
+    lengths, slots = seq_lens.tolist(), active_slots.tolist()
+    capacity = table.max_blocks_per_seq * block_size
+    for row, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
+        if not 0 <= slot < table.num_slots:
+            raise ValueError(
+                f"active_slots[{row}]: expected 0 to {table.num_slots - 1}, got {slot}"
+            )
+        if not 0 <= length <= capacity:
+            raise ValueError(f"seq_lens[{row}]: expected 0 to {capacity} tokens, got {length}")
+        if length == 0:
+            continue
+        blocks = table.host[slot, layers, : -(-length // block_size)]
+        if blocks.min() < 0 or blocks.max() >= num_blocks:
+            layer, logical_block = ((blocks < 0) | (blocks >= num_blocks)).nonzero()
+            raise ValueError(
+                f"block_table[{slot}, {layer[0] + (layers.start or 0)}, {logical_block[0]}]: expected a"
+                f" block of the cache (0 to {num_blocks - 1}), got {blocks[layer[0], logical_block[0]]}"
+            )
+    return lengths, slots
+
+
+def attention_plan(
+    seq_lens: torch.Tensor,
+    active_slots: torch.Tensor,
+    table: BlockTable,
+    cache: PagedKVCache,
+    layers: slice = slice(None),
+) -> AttentionPlan:
+    """Plan one step, once for all its layers; on a CPU this also checks the values.
+
+    Args: as paged_attention's.
+
+    Raises:
+        ValueError: see check_batch (CPU only; on CUDA values are left to check_batch).
+    """
+    num_active = seq_lens.shape[0]
+    if seq_lens.is_cuda:
+        return AttentionPlan(num_active, None, None)
+    lengths, slots = check_batch(
+        table,
+        seq_lens,
+        active_slots,
+        block_size=cache.layout.block_size,
+        num_blocks=cache.num_blocks,
+        layers=layers,
+    )
+    return AttentionPlan(num_active, lengths, slots)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    table: BlockTable,
+    seq_lens: torch.Tensor,
+    active_slots: torch.Tensor,
+    layer: int,
+    *,
+    out: torch.Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    kernel: str = "auto",
+    plan: AttentionPlan | None = None,
+) -> torch.Tensor:
+    """Attention of each active slot's new token over all tokens in that slot's blocks.
+
+    Args:
+        q: [num_active, num_q_heads, head_dim], the cache's dtype; last two dimensions dense, row stride
+            free. num_q_heads is a multiple of the cache's num_kv_heads; num_active may be 0.
+        cache: keys and values, this step's token already appended.
+        table: blocks of each slot; indexed by slot, everything else by position in the batch.
+        seq_lens: int32 [num_active], tokens to read, the new one included; on q's device.
+        active_slots: int32 [num_active], the slot of each row; on q's device.
+        layer: which layer's row of the table.
+        out: [num_active, num_q_heads, head_dim], q's dtype, dense like q; may be q itself, the seed's
+            in-place form. Allocated if None.
+        scale: factor of the scores, 1 / sqrt(head_dim) by default.
+        backend: "triton", "torch", or "auto": triton on a CUDA device, torch elsewhere.
+        kernel: which Triton kernel, "by_token" (the seed's) or "by_block"; "auto" picks the fastest.
+        plan: attention_plan of this step, shared by all layers; made here if None.
+
+    Returns:
+        out. Length 0 gives zeros. On CUDA, a row whose slot, length or block does not exist gives NaN.
+
+    Raises:
+        ValueError: shape, dtype, device, stride, layer or overlap do not fit; on a CPU also values (see
+            check_batch).
+
+    Source: Kwon et al. 2023 (PagedAttention); the seed article's kernel.
+
+    >>> layout = KVLayout(block_size=4, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    >>> cache, table = PagedKVCache(layout, num_blocks=8), BlockTable(2, 1, 3)
+    >>> table.assign(slot=1, layer=0, logical_block=0, physical_block=5)
+    >>> cache.write(torch.ones(2, 1, 16), torch.full((2, 1, 16), 3.0), table, slot=1, layer=0, start=0)
+    >>> rows = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> paged_attention(torch.ones(1, 2, 16), cache, table, rows(2), rows(1), layer=0)[0, :, 0]
+    tensor([3., 3.])
+    """
+    layout = cache.layout
+    _expect_q(q, "q", layout, cache.buffer.device)
+    expect_rows(seq_lens, active_slots, q.shape[0], q.device)
+    expect_in_range("layer", layer, table.num_layers)
+    if table.device.device != q.device:
+        raise ValueError(f"table: expected device {q.device}, got {table.device.device}")
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    else:
+        _expect_out(out, q, cache)
+    run = _pick(backend, kernel, layout, q.device)
+    if plan is None:
+        plan = attention_plan(seq_lens, active_slots, table, cache, slice(layer, layer + 1))
+    elif plan.num_active != q.shape[0]:
+        raise ValueError(f"plan: expected one for {q.shape[0]} rows, got {plan.num_active}")
+    if q.shape[0] == 0:
+        return out
+    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        table.sync(layer)
+    scale = 1 / math.sqrt(layout.head_dim) if scale is None else scale
+    if run is None:
+        _torch_attention(q, cache, table, seq_lens, active_slots, layer, out, scale, plan)
+    else:
+        run(q, cache.buffer, table.device, seq_lens, active_slots, layer, layout, out, scale)
+    return out
+
+
+def _expect_q(x: torch.Tensor, name: str, layout: KVLayout, device: torch.device) -> None:
+    heads, head_dim = layout.num_kv_heads, layout.head_dim
+    if x.dim() != 3 or x.shape[2] != head_dim or x.shape[1] == 0 or x.shape[1] % heads:
+        raise ValueError(
+            f"{name}: expected [num_active, a multiple of {heads}, {head_dim}], got {list(x.shape)}"
+        )
+    if x.dtype != layout.dtype:
+        raise ValueError(f"{name}: expected the cache's {layout.dtype}, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected the cache's device {device}, got {x.device}")
+    if x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != head_dim):
+        raise ValueError(f"{name}: expected dense last two dimensions, got stride {x.stride()}")
+
+
+def _expect_out(out: torch.Tensor, q: torch.Tensor, cache: PagedKVCache) -> None:
+    if out.shape != q.shape:
+        raise ValueError(f"out: expected q's shape {list(q.shape)}, got {list(out.shape)}")
+    _expect_q(out, "out", cache.layout, q.device)
+    row = q.shape[1] * q.shape[2]
+    if q.shape[0] > 1 and out.stride(0) < row:
+        raise ValueError(f"out: expected a row stride of at least {row}, got {out.stride(0)}")
+    if out.data_ptr() == q.data_ptr() and (out.stride(0) == q.stride(0) or q.shape[0] < 2):
+        return  # in place
+    if _overlap(out, q) or _overlap(out, cache.buffer.unsqueeze(0)):
+        other = "q" if _overlap(out, q) else "the cache"
+        raise ValueError(
+            f"out: expected q itself or separate memory, got a partial overlap with {other}"
+        )
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether rows of a and b, dense within a row, share a byte."""
+    (a_start, a_row, a_stride), (b_start, b_row, b_stride) = (
+        (x.data_ptr(), x[:1].nbytes, x.stride(0) * x.itemsize) for x in (a, b)
+    )
+    a_end = a_start + max(a.shape[0] - 1, 0) * a_stride + a_row
+    b_end = b_start + max(b.shape[0] - 1, 0) * b_stride + b_row
+    if a_end <= b_start or b_end <= a_start:
+        return False
+    if a_stride == b_stride and a_stride > 0:  # columns of one wider buffer
+        apart = (b_start - a_start) % a_stride
+        return not (a_row <= apart <= a_stride - b_row)
+    return True
+
+
+def _pick(backend: str, kernel: str, layout: KVLayout, device: torch.device):
+    """The launcher to call, None for the torch backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    if kernel not in ("auto", *KERNELS):
+        raise ValueError(f"kernel: expected one of auto, {', '.join(KERNELS)}, got {kernel!r}")
+    if backend == "torch" or (backend == "auto" and not (device.type == "cuda" and has_triton())):
+        if kernel != "auto" and backend == "torch":
+            raise ValueError(f"kernel: expected auto with the torch backend, got {kernel!r}")
+        if kernel == "auto":
+            return None
+    if not has_triton():
+        raise ValueError("backend: expected torch, since triton is not installed, got triton")
+    if device.type == "cpu" and layout.dtype is torch.bfloat16:
+        raise ValueError(
+            "backend: expected torch, since Triton's interpreter computes bfloat16 wrongly, got triton"
+        )
+    name = "by_block" if kernel == "auto" else kernel
+    module = import_module(f"pagedlab.kernels.{name}")
+    if device.type == "cpu" and isinstance(
+        getattr(module, f"{name}_kernel"), import_module("triton").JITFunction
+    ):
+        raise ValueError(
+            "backend: expected a CUDA tensor, or TRITON_INTERPRET=1 set before triton is imported, got"
+            " a CPU tensor with compiled kernels"
+        )
+    return getattr(module, name)
+
+
+def _torch_attention(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    table: BlockTable,
+    seq_lens: torch.Tensor,
+    active_slots: torch.Tensor,
+    layer: int,
+    out: torch.Tensor,
+    scale: float,
+    plan: AttentionPlan,
+) -> None:
+    """One row at a time: gather its blocks, then two matrix products; float32 inside."""
+    layout = cache.layout
+    capacity = table.max_blocks_per_seq * layout.block_size
+    lengths = plan.seq_lens if plan.seq_lens is not None else seq_lens.tolist()
+    slots = plan.active_slots if plan.active_slots is not None else active_slots.tolist()
+    for row, (seq_len, slot) in enumerate(zip(lengths, slots, strict=True)):
+        if not (0 <= slot < table.num_slots and 0 <= seq_len <= capacity):
+            out[row] = math.nan
+            continue
+        if seq_len == 0:
+            out[row] = 0
+            continue
+        ids = table.device[slot, layer, : layout.num_logical_blocks(seq_len)].long()
+        inside = ids.clamp(0, cache.num_blocks - 1)
+        blocks = cache.blocks[
+            inside
+        ].float()  # [num_logical, 2, block_size, num_kv_heads, head_dim]
+        k = blocks[:, 0].reshape(-1, layout.num_kv_heads, layout.head_dim)[:seq_len]
+        v = blocks[:, 1].reshape(-1, layout.num_kv_heads, layout.head_dim)[:seq_len]
+        # [num_kv_heads, group_size, head_dim]: the q heads that share a kv head are one matrix
+        grouped_q = q[row].float().view(layout.num_kv_heads, -1, layout.head_dim)
+        scores = torch.matmul(grouped_q, k.permute(1, 2, 0)) * scale
+        result = torch.matmul(scores.softmax(2), v.transpose(0, 1)).reshape(q.shape[1:])
+        if plan.seq_lens is None:
+            result = result.masked_fill((ids != inside).any(), math.nan)
+        out[row] = result

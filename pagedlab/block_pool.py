@@ -1,0 +1,116 @@
+"""Which physical blocks are free, and which are owned (chapter 7)."""
+
+from collections.abc import Iterable
+
+
+class PoolError(ValueError):
+    """A request that the block pool refuses; the pool is unchanged."""
+
+
+class OutOfBlocks(PoolError):
+    """More blocks were asked for than are free."""
+
+
+class NotAllocated(PoolError):
+    """A block was released that nobody owns: released twice, or never allocated."""
+
+
+class UnknownBlock(PoolError):
+    """A block id that this pool does not have."""
+
+
+class BlockPool:
+    """The free list: allocation pops blocks from its end, release pushes them back.
+
+    Args:
+        num_blocks: blocks of the cache; their ids are 0 to num_blocks - 1.
+
+    Raises:
+        ValueError: num_blocks is not a positive integer.
+
+    Source: the seed article, section on the life of a block. The seed pops without asking whether a
+    block is left; this pool refuses, and a refused call changes nothing.
+
+    >>> pool = BlockPool(4)
+    >>> pool.allocate(2)
+    [3, 2]
+    >>> pool.release([3])
+    >>> pool.allocate(1), pool.num_free
+    ([3], 2)
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ValueError(f"num_blocks: expected a positive integer, got {num_blocks!r}")
+        self.num_blocks = num_blocks
+        self.free_blocks = list(range(num_blocks))
+        self._owned = bytearray(num_blocks)  # 1 where somebody owns the block
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can still hand out."""
+        return len(self.free_blocks)
+
+    def allocate(self, n: int) -> list[int]:
+        """Take n blocks, the most recently released first: all of them or none.
+
+        Raises:
+            OutOfBlocks: fewer than n blocks are free.
+        """
+        if not isinstance(n, int) or n < 0:
+            raise PoolError(f"allocate: expected a number of blocks >= 0, got {n!r}")
+        if n > self.num_free:
+            raise OutOfBlocks(
+                f"allocate: expected at most {self.num_free} blocks (free of {self.num_blocks}), got {n}"
+            )
+        blocks = [self.free_blocks.pop() for _ in range(n)]
+        for block in blocks:
+            self._owned[block] = 1
+        return blocks
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give blocks back; the last one given is the next one allocated.
+
+        Raises:
+            UnknownBlock: an id outside 0 to num_blocks - 1.
+            NotAllocated: a block that nobody owns, or one named twice.
+        """
+        blocks = list(blocks)
+        for block in blocks:
+            if not hasattr(block, "__index__") or not 0 <= block < self.num_blocks:
+                raise UnknownBlock(
+                    f"release: expected 0 <= block < {self.num_blocks}, got {block!r}"
+                )
+        for block in blocks:
+            if not self._owned[block]:
+                raise NotAllocated(
+                    f"release: expected an allocated block, got {block}, which is free"
+                )
+        if len(set(blocks)) < len(blocks):
+            twice = next(block for block in blocks if blocks.count(block) > 1)
+            raise NotAllocated(f"release: expected each block once, got {twice} twice")
+        for block in blocks:
+            self._owned[block] = 0
+            self.free_blocks.append(int(block))
+
+    def check_integrity(self) -> None:
+        """Prove that free + owned = all blocks and that none is in the free list twice.
+
+        Raises:
+            PoolError: the first rule that does not hold.
+        """
+        free = set(self.free_blocks)
+        if len(free) != self.num_free:
+            raise PoolError(
+                f"free_blocks: expected each block once, got {self.num_free - len(free)} twice"
+            )
+        for block in range(self.num_blocks):
+            if (block in free) == bool(self._owned[block]):
+                state = "both free and owned" if block in free else "neither free nor owned"
+                raise PoolError(
+                    f"free_blocks: expected every block free or owned, got {block} {state}"
+                )
+        if not free <= set(range(self.num_blocks)):
+            raise PoolError(
+                f"free_blocks: expected 0 <= block < {self.num_blocks}, got {max(free)}"
+            )

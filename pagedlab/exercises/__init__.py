@@ -1,0 +1,225 @@
+"""Checks for the book's exercises: `check("2.3", my_function)` says whether it holds, and if not, where.
+
+Each chapter's exercises stand in a file of their own, `ch<number>.py`, with a tuple `EXERCISES`; a new
+file is found by itself.
+"""
+
+import copy
+import dataclasses
+import html
+import importlib
+import inspect
+import math
+import numbers
+import pkgutil
+import random
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+RAISED = "it raised "  # how an answer that is an exception is shown
+
+
+class Confusion(NamedTuple):
+    """A plausible wrong answer, and the idea to revisit when a reader's answers equal it."""
+
+    idea: str
+    function: Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Exercise:
+    """One exercise of the book.
+
+    Args:
+        id: chapter.number, as the page says it.
+        title: a few words.
+        solution: answers rightly; its parameter names label a failing input.
+        cases: takes a random.Random, gives the arguments of every call: boundaries and random ones.
+        idea: what to revisit when an answer is wrong in a way that no confusion explains.
+        confusions: wrong answers that are recognised.
+        call: how to get an answer from what the reader hands in, `call(function, *args)`; an exercise on
+            a class or a kernel brings its own.
+    """
+
+    id: str
+    title: str
+    solution: Callable
+    cases: Callable[[random.Random], Iterable[tuple]]
+    idea: str
+    confusions: tuple[Confusion, ...] = ()
+    call: Callable = lambda function, *args: function(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckResult:
+    """What `check` found; true if the exercise holds. Notebooks show it in colour, a terminal as text."""
+
+    id: str
+    title: str
+    status: str  # "passed", "failed" or "not tried yet"
+    details: tuple[tuple[str, str], ...]  # (label, text)
+
+    def __bool__(self) -> bool:
+        return self.status == "passed"
+
+    def __repr__(self) -> str:
+        lines = [f"Exercise {self.id}, {self.title}: {self.status}"]
+        lines += [f"  {label}: {text.replace(chr(10), chr(10) + '    ')}" for label, text in self.details]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        mark, colour = {"passed": ("✓", "#009e73"), "failed": ("✗", "#d55e00")}.get(
+            self.status, ("·", "#808080")
+        )
+        rows = "".join(
+            f'<div style="margin-top:.3em"><b>{html.escape(label)}:</b> '
+            f'<span style="white-space:pre-wrap">{html.escape(text)}</span></div>'
+            for label, text in self.details
+        )
+        return (
+            f'<div class="pagedlab-check" style="border-left:4px solid {colour};padding:.4em .8em;'
+            f'overflow-wrap:anywhere">{mark} <b>Exercise {self.id}</b>, {html.escape(self.title)}: '
+            f"<b>{self.status}</b>{rows}</div>"
+        )
+
+
+def check(id: str, function: Callable, *, seed: int | None = None) -> CheckResult:
+    """Try a reader's function on boundary cases and on random ones that are new every time.
+
+    Args:
+        id: the exercise, for instance "1.2".
+        function: the reader's; whatever it does, this call does not raise.
+        seed: makes the random cases repeatable.
+
+    Returns:
+        CheckResult: with the smallest input that failed, what was expected, what came and what to revisit.
+
+    Raises:
+        ValueError: no exercise has this id.
+
+    >>> check("1.1", lambda *sizes: 0)
+    Exercise 1.1, blocks that fit: failed
+      input: cache_bytes = 32
+        block_size = 1
+        num_kv_heads = 1
+        head_dim = 16
+        element_bytes = 1
+      expected: 1
+      got: 0
+      revisit: A block holds K and V of block_size tokens; only whole blocks count.
+    """
+    if id not in EXERCISES:
+        raise ValueError(f"check: expected one of {', '.join(EXERCISES)}, got {id!r}")
+    exercise = EXERCISES[id]
+    if not callable(function):
+        given = f"a function (its name, with no brackets), got {plain(function)!r}"
+        return CheckResult(id, exercise.title, "failed", (("expected", given),))
+    if is_stub(function):
+        return CheckResult(id, exercise.title, "not tried yet", ())
+    cases = sorted(exercise.cases(random.Random(seed)), key=weight)
+    expected = [answer(exercise, exercise.solution, case) for case in cases]
+    got = [answer(exercise, function, case) for case in cases]
+    wrong = [index for index in range(len(cases)) if not same(expected[index], got[index])]
+    if not wrong:
+        return CheckResult(id, exercise.title, "passed", (("tried on", f"{len(cases)} cases"),))
+    first = wrong[0]
+    details = (
+        ("input", show_arguments(exercise.solution, cases[first])),
+        ("expected", show_value(expected[first])),
+        ("got", show_value(got[first])),
+        ("revisit", idea_to_revisit(exercise, cases, got, first)),
+    )
+    return CheckResult(id, exercise.title, "failed", details)
+
+
+def answer(exercise: Exercise, function: Callable, case: tuple) -> Any:
+    """One answer as plain Python, or what the call raised, as text."""
+    try:
+        return plain(exercise.call(function, *copy.deepcopy(case)))
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" (line {frames[-1].lineno}: {frames[-1].line})" if frames[-1].line else ""
+        return f"{RAISED}{type(error).__name__}: {error}{where}"
+
+
+def idea_to_revisit(exercise: Exercise, cases: list[tuple], got: list, first: int) -> str:
+    for idea, function in exercise.confusions:
+        if all(same(answer(exercise, function, c), g) for c, g in zip(cases, got, strict=True)):
+            return idea
+    if all(value is None for value in got):
+        return "The function always gives None: is a return missing?"
+    return exercise.idea
+
+
+def plain(value: Any) -> Any:
+    """Tensors, arrays and their scalars as Python numbers and lists; a tuple as a list."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def same(expected: Any, got: Any) -> bool:
+    """Equal in kind and value; floats up to rounding."""
+    if isinstance(expected, list):
+        return (
+            isinstance(got, list)
+            and len(got) == len(expected)
+            and all(same(e, g) for e, g in zip(expected, got, strict=True))
+        )
+    if isinstance(expected, float):
+        return isinstance(got, numbers.Real) and math.isclose(expected, got, rel_tol=1e-5, abs_tol=1e-6)
+    if isinstance(expected, int):
+        return isinstance(got, int) and expected == got
+    return type(got) is type(expected) and bool(expected == got)
+
+
+def weight(value: Any) -> float:
+    """How large an input is to a reader: the smallest failing one is shown."""
+    value = plain(value)
+    if isinstance(value, numbers.Real):
+        return abs(value)
+    if isinstance(value, list):
+        return len(value) + sum(weight(item) for item in value)
+    if dataclasses.is_dataclass(value):
+        return sum(weight(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return 0
+
+
+def show_value(value: Any) -> str:
+    text = repr(value)
+    if isinstance(value, str) and value.startswith(RAISED):
+        text = value
+    return text if len(text) <= 600 else text[:597] + "..."
+
+
+def show_arguments(function: Callable, arguments: tuple) -> str:
+    names = inspect.signature(function).parameters
+    pairs = zip(names, arguments, strict=True)
+    return "\n".join(f"{name} = {show_value(plain(argument))}" for name, argument in pairs)
+
+
+def is_stub(function: Any) -> bool:
+    """True while a function's body (a class's, one of its methods') is still `...`."""
+
+    def bare(): ...
+
+    def described():
+        """A docstring moves the constant that the code returns."""
+
+    function = getattr(function, "fn", function)  # a Triton kernel keeps its function there
+    if isinstance(function, type):
+        return any(is_stub(m) for m in vars(function).values() if inspect.isfunction(m))
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_code in (bare.__code__.co_code, described.__code__.co_code)
+
+
+def _all_exercises() -> dict[str, Exercise]:
+    names = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name.startswith("ch"))
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return {exercise.id: exercise for module in modules for exercise in module.EXERCISES}
+
+
+EXERCISES: dict[str, Exercise] = _all_exercises()

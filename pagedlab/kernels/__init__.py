@@ -1,0 +1,1 @@
+"""The Triton kernels, one file each, every launcher under its kernel."""
