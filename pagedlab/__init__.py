@@ -54,7 +54,7 @@ _SUBMODULES = {module.split(".")[0] for module in _MODULE_OF.values()} | {
 __all__ = sorted(_MODULE_OF)
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
-    # Triton reads this once, when it is first imported: without a GPU its kernels run in the interpreter
+    # Triton reads this when it is first imported: without a GPU kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -1,10 +1,12 @@
 """paged_attention: one call, several kernels and a torch backend behind it (chapter 4)."""
 
 import math
+from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from pagedlab.block_table import BlockTable
 from pagedlab.kv_cache import PagedKVCache, expect_rows, has_triton
@@ -44,8 +46,8 @@ def check_batch(
         lengths and slots as Python lists.
 
     Raises:
-        ValueError: the first row that does not hold, or a block inside a length that is unassigned (-1)
-            or not in the cache.
+        ValueError: the first row that does not hold, or a block inside a length that is
+            unassigned (-1) or not in the cache.
 
     >>> table = BlockTable(num_slots=2, num_layers=1, max_blocks_per_seq=4)
     >>> table.assign(slot=1, layer=0, logical_block=0, physical_block=9)
@@ -71,8 +73,9 @@ def check_batch(
         if blocks.min() < 0 or blocks.max() >= num_blocks:
             layer, logical_block = ((blocks < 0) | (blocks >= num_blocks)).nonzero()
             raise ValueError(
-                f"block_table[{slot}, {layer[0] + (layers.start or 0)}, {logical_block[0]}]: expected a"
-                f" block of the cache (0 to {num_blocks - 1}), got {blocks[layer[0], logical_block[0]]}"
+                f"block_table[{slot}, {layer[0] + (layers.start or 0)}, {logical_block[0]}]:"
+                f" expected a block of the cache (0 to {num_blocks - 1}),"
+                f" got {blocks[layer[0], logical_block[0]]}"
             )
     return lengths, slots
 
@@ -122,33 +125,35 @@ def paged_attention(
     """Attention of each active slot's new token over all tokens in that slot's blocks.
 
     Args:
-        q: [num_active, num_q_heads, head_dim], the cache's dtype; last two dimensions dense, row stride
-            free. num_q_heads is a multiple of the cache's num_kv_heads; num_active may be 0.
+        q: [num_active, num_q_heads, head_dim], the cache's dtype; last two dimensions dense, row
+            stride free. num_q_heads is a multiple of the cache's num_kv_heads; num_active may be 0.
         cache: keys and values, this step's token already appended.
         table: blocks of each slot; indexed by slot, everything else by position in the batch.
         seq_lens: int32 [num_active], tokens to read, the new one included; on q's device.
         active_slots: int32 [num_active], the slot of each row; on q's device.
         layer: which layer's row of the table.
-        out: [num_active, num_q_heads, head_dim], q's dtype, dense like q; may be q itself, the seed's
-            in-place form. Allocated if None.
+        out: [num_active, num_q_heads, head_dim], q's dtype, dense like q; may be q itself, the
+            seed's in-place form. Allocated if None.
         scale: factor of the scores, 1 / sqrt(head_dim) by default.
         backend: "triton", "torch", or "auto": triton on a CUDA device, torch elsewhere.
-        kernel: which Triton kernel, "by_token" (the seed's) or "by_block"; "auto" picks the fastest.
+        kernel: which Triton kernel, "by_token" (the seed's) or "by_block"; "auto" is the fastest.
         plan: attention_plan of this step, shared by all layers; made here if None.
 
     Returns:
-        out. Length 0 gives zeros. On CUDA, a row whose slot, length or block does not exist gives NaN.
+        out. Length 0 gives zeros. On CUDA, a row whose slot, length or block does not exist
+        gives NaN.
 
     Raises:
-        ValueError: shape, dtype, device, stride, layer or overlap do not fit; on a CPU also values (see
-            check_batch).
+        ValueError: shape, dtype, device, stride, layer or overlap do not fit; on a CPU also
+            values (see check_batch).
 
     Source: Kwon et al. 2023 (PagedAttention); the seed article's kernel.
 
     >>> layout = KVLayout(block_size=4, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     >>> cache, table = PagedKVCache(layout, num_blocks=8), BlockTable(2, 1, 3)
     >>> table.assign(slot=1, layer=0, logical_block=0, physical_block=5)
-    >>> cache.write(torch.ones(2, 1, 16), torch.full((2, 1, 16), 3.0), table, slot=1, layer=0, start=0)
+    >>> k = torch.ones(2, 1, 16)
+    >>> cache.write(k, 3 * k, table, slot=1, layer=0, start=0)
     >>> rows = lambda *values: torch.tensor(values, dtype=torch.int32)
     >>> paged_attention(torch.ones(1, 2, 16), cache, table, rows(2), rows(1), layer=0)[0, :, 0]
     tensor([3., 3.])
@@ -198,34 +203,33 @@ def _expect_out(out: torch.Tensor, q: torch.Tensor, cache: PagedKVCache) -> None
     if out.shape != q.shape:
         raise ValueError(f"out: expected q's shape {list(q.shape)}, got {list(out.shape)}")
     _expect_q(out, "out", cache.layout, q.device)
-    row = q.shape[1] * q.shape[2]
-    if q.shape[0] > 1 and out.stride(0) < row:
-        raise ValueError(f"out: expected a row stride of at least {row}, got {out.stride(0)}")
-    if out.data_ptr() == q.data_ptr() and (out.stride(0) == q.stride(0) or q.shape[0] < 2):
-        return  # in place
-    if _overlap(out, q) or _overlap(out, cache.buffer.unsqueeze(0)):
-        other = "q" if _overlap(out, q) else "the cache"
-        raise ValueError(
-            f"out: expected q itself or separate memory, got a partial overlap with {other}"
-        )
+    num_active, num_q_heads, head_dim = q.shape
+    row = num_q_heads * head_dim * q.itemsize
+    if num_active > 1 and out.stride(0) < num_q_heads * head_dim:
+        raise ValueError(f"out: expected rows that do not overlap, got stride {out.stride()}")
+    if num_active == 0 or (out.data_ptr() == q.data_ptr() and out.stride() == q.stride()):
+        return
+    for name, other, other_row in (("q", q, row), ("the cache", cache.rows, cache.layout.v_offset)):
+        if _overlap(out, other, row, other_row):
+            raise ValueError(f"out: expected q itself or memory of its own, got part of {name}")
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether rows of a and b, dense within a row, share a byte."""
-    (a_start, a_row, a_stride), (b_start, b_row, b_stride) = (
-        (x.data_ptr(), x[:1].nbytes, x.stride(0) * x.itemsize) for x in (a, b)
-    )
-    a_end = a_start + max(a.shape[0] - 1, 0) * a_stride + a_row
-    b_end = b_start + max(b.shape[0] - 1, 0) * b_stride + b_row
+def _overlap(a: torch.Tensor, b: torch.Tensor, a_row: int, b_row: int) -> bool:
+    """Whether two tensors of dense rows (a_row and b_row bytes long) share a byte."""
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    a_stride, b_stride = a.stride(0) * a.itemsize, b.stride(0) * b.itemsize
+    a_end = a_start + (a.shape[0] - 1) * a_stride + a_row
+    b_end = b_start + (b.shape[0] - 1) * b_stride + b_row
     if a_end <= b_start or b_end <= a_start:
         return False
-    if a_stride == b_stride and a_stride > 0:  # columns of one wider buffer
-        apart = (b_start - a_start) % a_stride
-        return not (a_row <= apart <= a_stride - b_row)
+    if a_stride == b_stride and a_stride >= a_row + b_row:  # columns of one wider buffer
+        return not a_row <= (b_start - a_start) % a_stride <= a_stride - b_row
     return True
 
 
-def _pick(backend: str, kernel: str, layout: KVLayout, device: torch.device):
+def _pick(
+    backend: str, kernel: str, layout: KVLayout, device: torch.device
+) -> Callable[..., None] | None:
     """The launcher to call, None for the torch backend."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -240,7 +244,8 @@ def _pick(backend: str, kernel: str, layout: KVLayout, device: torch.device):
         raise ValueError("backend: expected torch, since triton is not installed, got triton")
     if device.type == "cpu" and layout.dtype is torch.bfloat16:
         raise ValueError(
-            "backend: expected torch, since Triton's interpreter computes bfloat16 wrongly, got triton"
+            "backend: expected torch, since Triton's interpreter computes bfloat16 wrongly,"
+            " got triton"
         )
     name = "by_block" if kernel == "auto" else kernel
     module = import_module(f"pagedlab.kernels.{name}")
@@ -248,8 +253,8 @@ def _pick(backend: str, kernel: str, layout: KVLayout, device: torch.device):
         getattr(module, f"{name}_kernel"), import_module("triton").JITFunction
     ):
         raise ValueError(
-            "backend: expected a CUDA tensor, or TRITON_INTERPRET=1 set before triton is imported, got"
-            " a CPU tensor with compiled kernels"
+            "backend: expected a CUDA tensor, or TRITON_INTERPRET=1 set before triton is imported,"
+            " got a CPU tensor with compiled kernels"
         )
     return getattr(module, name)
 
@@ -265,7 +270,7 @@ def _torch_attention(
     scale: float,
     plan: AttentionPlan,
 ) -> None:
-    """One row at a time: gather its blocks, then two matrix products; float32 inside."""
+    """One row at a time: gather its blocks, then torch's attention; float32 inside."""
     layout = cache.layout
     capacity = table.max_blocks_per_seq * layout.block_size
     lengths = plan.seq_lens if plan.seq_lens is not None else seq_lens.tolist()
@@ -277,17 +282,18 @@ def _torch_attention(
         if seq_len == 0:
             out[row] = 0
             continue
-        ids = table.device[slot, layer, : layout.num_logical_blocks(seq_len)].long()
-        inside = ids.clamp(0, cache.num_blocks - 1)
-        blocks = cache.blocks[
-            inside
-        ].float()  # [num_logical, 2, block_size, num_kv_heads, head_dim]
-        k = blocks[:, 0].reshape(-1, layout.num_kv_heads, layout.head_dim)[:seq_len]
-        v = blocks[:, 1].reshape(-1, layout.num_kv_heads, layout.head_dim)[:seq_len]
-        # [num_kv_heads, group_size, head_dim]: the q heads that share a kv head are one matrix
-        grouped_q = q[row].float().view(layout.num_kv_heads, -1, layout.head_dim)
-        scores = torch.matmul(grouped_q, k.permute(1, 2, 0)) * scale
-        result = torch.matmul(scores.softmax(2), v.transpose(0, 1)).reshape(q.shape[1:])
-        if plan.seq_lens is None:
-            result = result.masked_fill((ids != inside).any(), math.nan)
-        out[row] = result
+        blocks = table.device[slot, layer, : layout.num_logical_blocks(seq_len)]
+        k, v = cache.gather_blocks(blocks.clamp(0, cache.num_blocks - 1))
+        # the q heads that share a kv head are queries over the same keys:
+        # [1, num_kv_heads, group_size, head_dim]
+        grouped_q = q[row].view(1, layout.num_kv_heads, -1, layout.head_dim)
+        result = scaled_dot_product_attention(
+            grouped_q.float(),
+            k[None, :seq_len].float().transpose(1, 2),  # [1, num_kv_heads, seq_len, head_dim]
+            v[None, :seq_len].float().transpose(1, 2),
+            scale=scale,
+        ).view(q.shape[1:])
+        if plan.seq_lens is None:  # not checked on the host
+            outside = ((blocks < 0) | (blocks >= cache.num_blocks)).any()
+            result = result.masked_fill(outside, math.nan)
+        out[row].copy_(result)

@@ -1,4 +1,4 @@
-"""Which physical block holds a logical block: the block table and its copy on the device (chapter 2)."""
+"""Which physical block holds a logical block, and the copy of that on the device (chapter 2)."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ STAGED_ENTRIES = 4096  # entries that one pinned staging buffer carries
 
 
 class BlockTable:
-    """A [num_slots, num_layers, max_blocks_per_seq] int32 array of physical blocks, -1 where unassigned.
+    """Physical blocks by [slot, layer, logical block], -1 where unassigned.
 
-    `host` is the numpy array (read-only outside this class), `device` the tensor that kernels read; it
-    never moves. On a CPU both share the same memory.
+    `host` is the int32 numpy array [num_slots, num_layers, max_blocks_per_seq], read-only outside
+    this class; `device` is the tensor that kernels read, and it never moves. On a CPU both share the same memory.
 
     Args:
         num_slots: sequences that can be alive at the same time.
@@ -31,7 +31,7 @@ class BlockTable:
     Raises:
         ValueError: a size below 1, an unknown policy, shared memory on a GPU.
 
-    Source: the seed article, section on the block table; its open question about the cost of copying it.
+    Source: the seed article, section on the block table, and its open question of what copies cost.
 
     >>> table = BlockTable(num_slots=2, num_layers=3, max_blocks_per_seq=4)
     >>> table.assign(slot=1, layer=0, logical_block=2, physical_block=7)
@@ -87,7 +87,7 @@ class BlockTable:
         self._enter(slot, slice(layer, layer + 1), logical_block, [physical_block])
 
     def assign_layers(self, slot: int, logical_block: int, blocks: Sequence[int]) -> None:
-        """Enter one physical block per layer, blocks[layer], at the same logical block: all or none.
+        """Enter one physical block per layer, blocks[layer], at one logical block: all or none.
 
         Raises:
             ValueError: as assign, or a number of blocks other than num_layers.
@@ -121,7 +121,7 @@ class BlockTable:
     def sync(self, layer: int | None = None) -> int:
         """Bring the device copy up to date, as the policy says; returns the bytes copied.
 
-        Attention calls it with its layer before each kernel, an engine without one before a graph replay.
+        Attention calls it with its layer before each kernel, an engine without one before a step.
         """
         if self.shared:
             return 0
@@ -141,7 +141,8 @@ class BlockTable:
         for layer, owner in enumerate(entries.tolist(), start=layers.start):
             if owner != UNASSIGNED:
                 raise ValueError(
-                    f"block_table[{slot}, {layer}, {logical_block}]: expected unassigned (-1), got {owner}"
+                    f"block_table[{slot}, {layer}, {logical_block}]: expected unassigned (-1),"
+                    f" got {owner}"
                 )
         entries[:] = blocks
         rows = slot * self.num_layers + np.arange(layers.start, layers.stop)
@@ -162,7 +163,7 @@ class BlockTable:
 
 
 class Staging:
-    """A host buffer that carries changed entries, as (flat index, physical block) pairs, to the device."""
+    """A host buffer that takes changed entries, (flat index, physical block) pairs, to the device."""
 
     def __init__(self, device_table: torch.Tensor) -> None:
         self.on_cuda = device_table.is_cuda
@@ -170,7 +171,7 @@ class Staging:
         self.arrived = torch.cuda.Event() if self.on_cuda else None
 
     def send(self, indices: np.ndarray, blocks: np.ndarray, device_table: torch.Tensor) -> int:
-        """Copy the pairs and write them into the table, in stream order; returns the bytes copied."""
+        """Copy the pairs and write them into the table, in stream order; returns bytes copied."""
         if self.arrived is not None:
             self.arrived.synchronize()  # its previous load has left the buffer
         pairs = self.pairs.view(-1)[: 2 * len(indices)].view(2, -1)

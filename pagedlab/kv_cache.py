@@ -33,8 +33,8 @@ def expect_rows(
 class PagedKVCache:
     """`num_blocks` blocks of keys and values in one buffer.
 
-    `buffer` is flat, [num_blocks * block_bytes / itemsize] elements of layout.dtype; the byte addresses of
-    KVLayout count from its start. `blocks` is the same memory seen as
+    `buffer` is flat, num_blocks * block_bytes / itemsize elements of layout.dtype; the byte
+    addresses of KVLayout count from its start. `blocks` is the same memory seen as
     [num_blocks, 2 (K, V), block_size, num_kv_heads, head_dim].
 
     Args:
@@ -65,6 +65,7 @@ class PagedKVCache:
         self.blocks = self.buffer.view(
             num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim
         )
+        self.rows = self.buffer.view(2 * num_blocks, -1)  # one row per K or V section
 
     def k_view(self) -> torch.Tensor:
         """K of every block, a view [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -86,14 +87,14 @@ class PagedKVCache:
         """Write the K and V of consecutive tokens of one slot (prefill).
 
         Args:
-            k, v: [num_tokens, num_kv_heads, head_dim], layout.dtype, on the cache's device; the last two
-                dimensions dense, row stride free.
+            k, v: [num_tokens, num_kv_heads, head_dim], layout.dtype, on the cache's device; the
+                last two dimensions dense, row stride free.
             table: its entries for these tokens must be assigned.
             start: position of the first token.
 
         Raises:
-            ValueError: a shape, dtype, device, slot, layer or position that does not fit, or a logical
-                block that is unassigned; nothing is written.
+            ValueError: a shape, dtype, device, slot, layer or position that does not fit, or a
+                logical block that is unassigned; nothing is written.
         """
         self._expect_tokens(k, v, table, layer)
         expect_in_range("start", start, table.max_blocks_per_seq * self.layout.block_size + 1)
@@ -118,7 +119,7 @@ class PagedKVCache:
         active_slots: torch.Tensor,
         layer: int,
     ) -> None:
-        """Write one token per active slot, at position seq_len - 1 (decode); length 0 writes nothing.
+        """Write one token per active slot, at position seq_len - 1 (decode); length 0: nothing.
 
         Args:
             k, v: [num_active, num_kv_heads, head_dim], as for write.
@@ -126,7 +127,8 @@ class PagedKVCache:
             active_slots: int32 [num_active], the slot of each row.
 
         Raises:
-            ValueError: as write. On CUDA values are not read: a row that does not fit writes nothing.
+            ValueError: as write. On CUDA values are not read: a row that does not fit writes
+                nothing.
         """
         self._expect_tokens(k, v, table, layer)
         expect_rows(seq_lens, active_slots, k.shape[0], self.buffer.device)
@@ -149,19 +151,25 @@ class PagedKVCache:
     def gather(
         self, table: BlockTable, slot: int, layer: int, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the first num_tokens tokens of a slot, each contiguous [num_tokens, num_kv_heads, head_dim].
+        """K and V of the first num_tokens tokens of a slot, [num_tokens, num_kv_heads, head_dim].
 
         Raises:
             ValueError: a slot, layer or length outside the table, or an unassigned block.
         """
         expect_in_range("layer", layer, table.num_layers)
-        expect_in_range(
-            "num_tokens", num_tokens, table.max_blocks_per_seq * self.layout.block_size + 1
-        )
-        slots = np.full(num_tokens, slot)
-        blocks, tokens = self._places(table, slots, layer, np.arange(num_tokens))
-        k_and_v = self.blocks[blocks, :, tokens]  # [num_tokens, 2, num_kv_heads, head_dim]
-        return k_and_v[:, 0].contiguous(), k_and_v[:, 1].contiguous()
+        capacity = table.max_blocks_per_seq * self.layout.block_size
+        expect_in_range("num_tokens", num_tokens, capacity + 1)
+        first_tokens = np.arange(0, num_tokens, self.layout.block_size)
+        blocks, _ = self._places(table, np.full(len(first_tokens), slot), layer, first_tokens)
+        k, v = self.gather_blocks(blocks.to(self.buffer.device))
+        return k[:num_tokens], v[:num_tokens]
+
+    def gather_blocks(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of physical blocks in the given order, [tokens, num_kv_heads, head_dim] each."""
+        k_rows = 2 * blocks.long()
+        both = self.rows.index_select(0, torch.cat((k_rows, k_rows + 1)))
+        k, v = both.view(2, -1, self.layout.num_kv_heads, self.layout.head_dim)
+        return k, v
 
     def _expect_tokens(
         self, k: torch.Tensor, v: torch.Tensor, table: BlockTable, layer: int

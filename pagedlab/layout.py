@@ -1,4 +1,4 @@
-"""Where every byte of a paged KV cache lies: the block layout and its address arithmetic (chapter 1)."""
+"""Where every byte of a paged KV cache lies: blocks and their address arithmetic (chapter 1)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,8 +34,8 @@ def expect_in_range(name: str, value: int, stop: int) -> None:
 class KVLayout:
     """How keys and values lie inside one block; block `p` starts at byte `p * block_bytes`.
 
-    A block holds `block_size` tokens of one layer of one sequence: the K of all its tokens first, then,
-    `v_offset` bytes later, their V.
+    A block holds `block_size` tokens of one layer of one sequence: the K of all its tokens first,
+    then, `v_offset` bytes later, their V.
 
     Args:
         block_size: tokens per block, a power of two from 1 to 256.

@@ -15,7 +15,8 @@ def dense_attention(
 
     Args:
         q: [num_q_heads, head_dim].
-        k, v: [num_tokens, num_kv_heads, head_dim]; q head h reads kv head h // (num_q_heads / num_kv_heads).
+        k, v: [num_tokens, num_kv_heads, head_dim]; num_q_heads / num_kv_heads consecutive q heads
+            read the same kv head.
         scale: factor of the scores, 1 / sqrt(head_dim) by default.
 
     Returns:
@@ -50,8 +51,8 @@ def gathered_attention(
 ) -> torch.Tensor:
     """What paged_attention must return: each row's blocks gathered, then dense attention.
 
-    The arguments are those of paged_attention. A row whose slot, length or blocks do not exist is NaN;
-    a row of length 0 is zeros.
+    The arguments are those of paged_attention. A row whose slot, length or blocks do not exist is
+    NaN; a row of length 0 is zeros.
     """
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rows = zip(active_slots.tolist(), seq_lens.tolist(), strict=True)
@@ -91,13 +92,13 @@ def online_softmax(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def tree_reduction(partial: torch.Tensor) -> list[torch.Tensor]:
-    """Every level of the seed's reduction: lanes 16, 8, 4, 2, 1 apart, then across the warps of 32 lanes.
+    """Every level of the seed's reduction: lanes 16, 8, 4, 2, 1 apart, then across the warps.
 
     Args:
-        partial: float32 [head_dim], head_dim a power of two; one product q[lane] * k[lane] per lane.
+        partial: float32 [head_dim], a power of two; one product q[lane] * k[lane] per lane.
 
     Returns:
-        the values of the lanes that still count after each level, [num_warps, lanes], the last one a
+        the values of the lanes that still count after each level, [num_warps, lanes], and last a
         scalar: the score before scaling.
 
     Source: the seed article, section on one score; Harris, Optimizing Parallel Reduction in CUDA.

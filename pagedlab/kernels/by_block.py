@@ -8,8 +8,16 @@ from pagedlab.layout import KVLayout
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_slots", "num_blocks", "max_blocks_per_seq"]
-    + ["stride_q", "stride_out", "stride_slot", "stride_layer"]
+    do_not_specialize=[
+        "layer",
+        "num_slots",
+        "num_blocks",
+        "max_blocks_per_seq",
+        "stride_q",
+        "stride_out",
+        "stride_slot",
+        "stride_layer",
+    ]
 )
 def by_block_kernel(
     q_ptr,  # [num_active, num_q_heads, head_dim], row stride stride_q

@@ -1,4 +1,4 @@
-"""The seed's kernel in Triton: one token at a time, one lane per element of the head (chapters 4 to 6)."""
+"""The seed's kernel in Triton: one token at a time, one lane per element of the head (chapter 4)."""
 
 import torch
 import triton
@@ -8,8 +8,16 @@ from pagedlab.layout import KVLayout
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_slots", "num_blocks", "max_blocks_per_seq"]
-    + ["stride_q", "stride_out", "stride_slot", "stride_layer"]
+    do_not_specialize=[
+        "layer",
+        "num_slots",
+        "num_blocks",
+        "max_blocks_per_seq",
+        "stride_q",
+        "stride_out",
+        "stride_slot",
+        "stride_layer",
+    ]
 )
 def by_token_kernel(
     q_ptr,  # [num_active, num_q_heads, head_dim], row stride stride_q
@@ -61,7 +69,7 @@ def by_token_kernel(
             k = tl.load(cache_ptr + offset + lane).to(tl.float32)
             v = tl.load(cache_ptr + offset + V_OFFSET + lane).to(tl.float32)
 
-            # [head_dim] -> [2, ..., 2]: axis 0 is the warp, the others are the bits of the lane in it
+            # [head_dim] -> [2, ..., 2]: axis 0 is the warp, the others the bits of the lane in it
             partial = tl.reshape(q * k, (2,) * HALVINGS)
             for _ in tl.static_range(HALVINGS - 1):
                 partial = tl.sum(partial, 1)  # lanes 16, 8, 4, 2, 1 apart

@@ -8,8 +8,18 @@ from pagedlab.layout import KVLayout
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_slots", "num_blocks", "max_blocks_per_seq", "slot", "start"]
-    + ["stride_k", "stride_v", "stride_slot", "stride_layer"]
+    do_not_specialize=[
+        "layer",
+        "num_slots",
+        "num_blocks",
+        "max_blocks_per_seq",
+        "slot",
+        "start",
+        "stride_k",
+        "stride_v",
+        "stride_slot",
+        "stride_layer",
+    ]
 )
 def write_kv_kernel(
     k_ptr,  # [num_tokens, num_kv_heads, head_dim], row stride stride_k
@@ -77,9 +87,9 @@ def write_kv(
 ) -> None:
     """Launch write_kv_kernel over (token, kv_head): one slot from `start` on, or one token per row.
 
-    With seq_lens and active_slots (decode) row i goes to position seq_lens[i] - 1 of slot active_slots[i];
-    without them (prefill) row i goes to position start + i of `slot`. A row whose slot, position or block
-    does not exist writes nothing.
+    With seq_lens and active_slots (decode) row i goes to position seq_lens[i] - 1 of slot
+    active_slots[i]; without them (prefill) to position start + i of `slot`. A row whose slot,
+    position or block does not exist writes nothing.
     """
     decode = seq_lens is not None
     write_kv_kernel[(k.shape[0], layout.num_kv_heads)](
