@@ -29,8 +29,14 @@ LLAMA_ONLY = {
 }
 
 
+def expect(holds: bool, what: str | Path, wanted: str, got: object) -> None:
+    """Raise a one-line ValueError unless a condition holds."""
+    if not holds:
+        raise ValueError(f"{what}: expected {wanted}, got {got}")
+
+
 class RopeScaling(NamedTuple):
-    """Llama 3's stretching of the slow rotary frequencies, for contexts beyond the first training's."""
+    """Llama 3's slowing of the slow rotary frequencies, for contexts beyond the original one."""
 
     factor: float
     low_freq_factor: float
@@ -71,13 +77,10 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads: expected a divisor of num_q_heads {self.num_q_heads},"
-                f" got {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
+        divides = self.num_q_heads % self.num_kv_heads == 0
+        wanted = f"a divisor of the {self.num_q_heads} q heads"
+        expect(divides, "num_kv_heads", wanted, self.num_kv_heads)
+        expect(self.head_dim % 2 == 0, "head_dim", "an even number", self.head_dim)
 
 
 def pick_device() -> torch.device:
@@ -103,31 +106,29 @@ def locate(name: str | Path | None = None) -> Path:
     """The folder that holds a model.
 
     Args:
-        name: a folder; or a hub id like "owner/model" (the hub is used in this case only); or None for
-            the demo model, which is converted once into the user's cache.
+        name: a folder; or a hub id like "owner/model", the only case in which the hub is used; or
+            None for the demo model, converted once into the user's cache.
 
     Raises:
-        ValueError: there is no such model, or it can't be fetched or stored; the line says what to do.
+        ValueError: no such model, or no way to fetch or store it; the line says what to do.
     """
     if name is None:
         return demo_model.folder()
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
-        raise ValueError(f"model: expected a folder or a hub id 'owner/model', got {str(name)!r}")
+    is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)) is not None
+    expect(is_id, "model", "a folder or a hub id like 'owner/model'", name)
     try:
         from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.jinja", "*.safetensors"]
+        return Path(snapshot_download(str(name), allow_patterns=patterns))
     except ImportError:
-        raise ValueError(
-            f"model: expected a folder, got {str(name)!r}; hub ids need: pip install huggingface_hub"
-        ) from None
-    try:
-        files = ["*.json", "*.jinja", "*.safetensors"]
-        return Path(snapshot_download(str(name), allow_patterns=files))
+        reason = "no huggingface_hub; run: pip install huggingface_hub"
     except Exception as error:  # the hub's own errors, and those of whichever HTTP client it uses
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"model: expected one the hub gives out, got {name}: {reason}") from error
+        reason = " ".join(str(error).split())
+    raise ValueError(f"model: expected a folder or one that the hub gives, got {name}: {reason}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -136,8 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected a JSON file, got {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    expect(isinstance(value, dict), path, "a JSON object", type(value).__name__)
     return value
 
 
@@ -154,34 +154,33 @@ def read_config(folder: Path) -> LlamaConfig:
     generation = read_json(generation_path) if generation_path.exists() else {}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
 
-    def expect(name: str, wanted: str, holds: bool, got: Any) -> None:
-        if not holds:
-            raise ValueError(f"{path}: expected {name} to be {wanted}, got {got!r}")
-
-    expect("rope_scaling", "an object", isinstance(rope, dict), rope)
+    expect(isinstance(rope, dict), path, "rope_scaling to be an object", rope)
     fields = config | rope
 
+    def check(holds: bool, name: str, wanted: object, got: object) -> None:
+        expect(holds, path, f"{name} to be {wanted}", repr(got))
+
     def number(name: str, default: float | None = None, kind: type = int) -> Any:
-        value = default if fields.get(name) is None else fields[name]
-        fits = type(value) is int or (kind is float and type(value) is float)
-        expect(name, f"a positive {kind.__name__}", fits and 0 < value < math.inf, value)
+        value: Any = default if fields.get(name) is None else fields[name]
+        is_kind = type(value) is int or (kind is float and type(value) is float)
+        check(is_kind and 0 < value < math.inf, name, f"a positive {kind.__name__}", value)
         return kind(value)
 
     def token_ids(name: str) -> tuple[int, ...]:
         ids: list[Any] = []
         for value in (config.get(name), generation.get(name)):
             ids += value if isinstance(value, list) else [] if value is None else [value]
-        expect(name, "token ids", all(type(i) is int and i >= 0 for i in ids), ids)
+        check(all(type(i) is int and i >= 0 for i in ids), name, "token ids", ids)
         return tuple(dict.fromkeys(ids))
 
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    expect("architectures", "LlamaForCausalLM", "LlamaForCausalLM" in architectures, architectures)
+    check(architectures == ["LlamaForCausalLM"], "architectures", "LlamaForCausalLM", architectures)
     for name, only in LLAMA_ONLY.items():
-        expect(name, repr(only), fields.get(name) in (None, only), fields.get(name))
+        check(fields.get(name) in (None, only), name, repr(only), fields.get(name))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    expect("rope_type", "default or llama3", rope_type in ("default", "llama3"), rope_type)
+    check(rope_type in ("default", "llama3"), "rope_type", "default or llama3", rope_type)
     tied = config.get("tie_word_embeddings", False)
-    expect("tie_word_embeddings", "true or false", isinstance(tied, bool), tied)
+    check(isinstance(tied, bool), "tie_word_embeddings", "true or false", tied)
     scaling = None
     if rope_type == "llama3":
         scaling = RopeScaling(
@@ -219,43 +218,39 @@ class Weights:
     """
 
     def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        names = {"model.safetensors"}
-        if index.exists() and not (folder / "model.safetensors").exists():
-            names = set(read_json(index).get("weight_map", {}).values())
+        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        paths = [single]
+        if index.exists() and not single.exists():
+            shards: Any = read_json(index).get("weight_map")
+            expect(isinstance(shards, dict), index, "a weight_map object", shards)
+            paths = [folder / name for name in sorted(set(shards.values()))]
         self.folder = folder
         self.unread: dict[str, Any] = {}  # tensor name -> the open file that holds it
-        for name in sorted(names):
+        for path in paths:
             try:
-                file = safe_open(folder / name, framework="pt")
+                file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ValueError(
-                    f"{folder / name}: expected a whole safetensors file, got {error}"
-                ) from error
+                    f"{path}: expected a whole safetensors file, got {error}"
+                ) from None
             self.unread |= dict.fromkeys(file.keys(), file)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of that name, as stored; each can be read once.
+        """The tensor of that name, as stored; each is read once.
 
         Raises:
             ValueError: it is missing, or its shape or dtype is not what the config asks for.
         """
-        if name not in self.unread:
-            raise ValueError(f"{self.folder}: expected a tensor {name} {list(shape)}, got none")
+        expect(name in self.unread, self.folder, f"a tensor {name} {list(shape)}", "none")
         file = self.unread.pop(name)
         stored = file.get_slice(name).get_shape()
-        if stored != list(shape):
-            raise ValueError(f"{self.folder}: expected {name} to be {list(shape)}, got {stored}")
+        expect(stored == list(shape), self.folder, f"{name} to be {list(shape)}", stored)
         tensor = file.get_tensor(name)
-        if tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{self.folder}: expected {name} in float32, float16 or bfloat16,"
-                f" got {tensor.dtype}"
-            )
+        expect(tensor.dtype in DTYPES, self.folder, f"{name} in {DTYPES}", tensor.dtype)
         return tensor
 
     def expect_all_read(self) -> None:
         """Raise ValueError if a tensor was left over: the config describes another model."""
-        left = [name for name in self.unread if not name.endswith(("inv_freq", "lm_head.weight"))]
-        if left:
-            raise ValueError(f"{self.folder}: expected no tensor {left[0]}, got {len(left)} unknown")
+        harmless = ("rotary_emb.inv_freq", "lm_head.weight")  # recomputed; tied
+        left = [name for name in self.unread if not name.endswith(harmless)]
+        expect(not left, self.folder, "only tensors of a Llama as configured", left[:1])
