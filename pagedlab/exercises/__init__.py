@@ -213,12 +213,16 @@ def is_stub(function: Any) -> bool:
     if isinstance(function, type):
         return any(is_stub(m) for m in vars(function).values() if inspect.isfunction(m))
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_code in (bare.__code__.co_code, described.__code__.co_code)
+    return (
+        code is not None
+        and code.co_code in (bare.__code__.co_code, described.__code__.co_code)
+        and set(code.co_consts) <= {None, function.__doc__}
+    )
 
 
 def _all_exercises() -> dict[str, Exercise]:
-    names = sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name.startswith("ch"))
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    chapters = sorted(int(module.name.removeprefix("ch")) for module in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.ch{chapter}") for chapter in chapters]
     return {exercise.id: exercise for module in modules for exercise in module.EXERCISES}
 
 
