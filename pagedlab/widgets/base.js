@@ -4,7 +4,9 @@
 //     limits(key) { return [0, 9] },      the range a permalink may set
 //     words: { section: ["K", "V"] },     optional: a word for each integer in the permalink
 //     step: "step",                       optional: the trait that the arrow keys move
+//     on: { byte() {} },                  optional: runs when that trait changes, before the redraw
 //     draw() {},                          shows the model's state
+//     message(content) {},                optional: a message from the kernel; it is greeted with {do: "hello"}
 //     update() {} }                       optional: takes a new ui.data; without it the view is built again
 
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
@@ -253,17 +255,28 @@ function host(create) {
       waiting = true;
       queueMicrotask(() => {
         waiting = false;
-        guarded(ui.draw);
+        if (parts) guarded(ui.draw);
       });
     };
     const guarded = (action) => {
       try {
         action();
       } catch (error) {
+        parts = undefined;
         root.replaceChildren(message(`This widget cannot show its data: ${error.message}`));
       }
     };
+    const watched = [];
+    const watch = (event, action) => {
+      model.on(event, action);
+      watched.push([event, action]);
+    };
+    const unwatch = () => {
+      for (const [event, action] of watched.splice(0)) model.off(event, action);
+    };
     const build = () => {
+      unwatch();
+      watch("change:data", changed);
       root.replaceChildren();
       parts = undefined;
       if (ui.data.error) return void root.append(message(ui.data.error));
@@ -273,14 +286,20 @@ function host(create) {
       put(root, null, { "aria-label": ui.data.title ?? "interactive figure", tabindex: view.step ? 0 : null });
       root.append(node("div", { class: "pl-bar" }, ...ask.nodes, link.copy));
       parts = { view, predictor: ask, link, unlight: lighting(root) };
+      for (const [key, action] of Object.entries(view.on ?? {})) watch(`change:${key}`, () => guarded(action));
+      for (const key of [...view.state, "predict"]) watch(`change:${key}`, soon);
       link.restore();
       ui.draw();
+      if (!view.message) return;
+      watch("msg:custom", (content) => view.message(content));
+      model.send({ do: "hello" }); // a static page has nobody who could answer
     };
-    const changed = () => (parts?.view.update && !ui.data.error ? (parts.view.update(), soon()) : guarded(build));
+    const changed = () => {
+      if (!parts?.view.update || ui.data.error) return guarded(build);
+      guarded(() => parts.view.update());
+      soon();
+    };
     guarded(build);
-    const on = [["change:data", changed], ["change:predict", () => parts && soon()]];
-    for (const key of parts?.view.state ?? []) on.push([`change:${key}`, soon]);
-    for (const [name, action] of on) model.on(name, action);
 
     root.addEventListener("keydown", (event) => {
       if (event.target !== root || !parts?.view.step) return;
@@ -308,7 +327,7 @@ function host(create) {
       listening.abort();
       observer?.disconnect();
       clearTimeout(timer);
-      for (const [name, action] of on) model.off(name, action);
+      unwatch();
     };
   }
   return { render };

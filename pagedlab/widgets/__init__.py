@@ -1,0 +1,7 @@
+"""The book's step-through widgets: each is one object that works on a static page, in JupyterLab and in Colab."""
+
+from pagedlab.widgets.address import AddressCalculator
+from pagedlab.widgets.blocks import BlockTableView
+from pagedlab.widgets.timeline import RecyclingTimeline
+
+__all__ = ["AddressCalculator", "BlockTableView", "RecyclingTimeline"]
