@@ -2,7 +2,7 @@
 
 The noise of a draw is a function of (request seed, position, token id) alone, so a request's text
 depends neither on its slot nor on its batch, and a request that was preempted goes on as if nothing
-had happened. Everything here is plain tensor arithmetic: the same on a CPU, on a GPU, in a graph.
+had happened. It is integer tensor arithmetic: the same bits on a CPU, on a GPU, in a graph.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 WORD = 2**32 - 1
-INVALID = -1  # what a row without a finite maximum yields instead of a token
+INVALID = -1  # in place of a token id, from a row whose largest logit is not finite
 
 
 class Sampling(NamedTuple):
@@ -25,14 +25,14 @@ class Sampling(NamedTuple):
     seed: int = 0
 
     def check(self) -> "Sampling":
-        """Return self, or raise ValueError naming the first field out of its range.
+        """Return self, or raise ValueError naming the first field that is out of its range.
 
         >>> Sampling(top_p=0).check()
         Traceback (most recent call last):
         ValueError: top_p: expected 0 < top_p <= 1, got 0
         """
         for name, kind, legal, expected in (
-            ("temperature", Real, lambda x: 0 <= x < float("inf"), "a finite number >= 0"),
+            ("temperature", Real, lambda x: 0 <= x < torch.inf, "a finite number >= 0"),
             ("top_k", Integral, lambda x: 0 <= x < 2**63, "an integer >= 0"),
             ("top_p", Real, lambda x: 0 < x <= 1, "0 < top_p <= 1"),
             ("seed", Integral, lambda x: 0 <= x < 2**63, "an integer, 0 <= seed < 2**63"),
@@ -44,27 +44,27 @@ class Sampling(NamedTuple):
 
 
 def random_words(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Hash (seed, position, token id) to 32 random bits each, held in int64.
+    """Hash (seed, position, token id) to 32 random bits, held in int64.
 
-    The three int64 tensors broadcast; seeds lie in 0..2**63-1, the others in 0..2**32-1. The mixer
-    is Wellons' `lowbias32` (nullprogram.com, 2018).
+    The three int64 tensors broadcast; seeds are 0..2**63-1, the others 0..2**32-1. The mixer is
+    Wellons' `lowbias32` (2018).
 
     >>> random_words(torch.tensor(1), torch.tensor(2), torch.arange(3)).tolist()
-    [2, 3, 4]
+    [8317718, 4092949550, 4024694327]
     """
     row = _mix(_mix(_mix(seeds & WORD) ^ (seeds >> 32)) ^ positions)
     return _mix((_mix(row ^ token_ids) + row) & WORD)
 
 
 def _mix(word: Tensor) -> Tensor:
-    # Both products stay inside int64: a 32-bit word times a factor below 2**31 in magnitude.
+    # Neither product leaves int64: a 32-bit word times a factor below 2**31 in magnitude.
     word = (word ^ (word >> 16)) * 0x7FEB352D & WORD
     word = (word ^ (word >> 15)) * (0x846CA68B - 2**32) & WORD
     return word ^ (word >> 16)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float64 [num_rows, vocab_size], for seeds and positions [num_rows].
+    """Standard Gumbel noise, float64 [num_rows, vocab_size], for int64 seeds, positions [num_rows].
 
     The largest of `logits + noise` is a draw from softmax(logits): the Gumbel-max trick.
     """
@@ -74,10 +74,13 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set what top-k, then top-p, drop to -inf; of equal logits the lower token id ranks first.
+    """Set to -inf what top-k, and then top-p, drop; of equal logits the lower token id goes first.
 
-    logits: [num_rows, vocab_size]; top_k: int64 [num_rows], 0 keeps all; top_p: float [num_rows],
-    the likeliest tokens that together reach it stay, at least one; 1 keeps all.
+    logits: [num_rows, vocab_size]; top_k: int64 [num_rows], 0 keeps all; top_p: float [num_rows]:
+    the fewest likeliest tokens that together reach it stay, at least one; 1 keeps all.
+
+    >>> keep_top(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), torch.tensor([1.0])).tolist()
+    [[-inf, 2.0, 1.0]]
     """
     ordered, order = logits.sort(descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
@@ -88,47 +91,24 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill(~torch.zeros_like(keep).scatter(1, order, keep), -torch.inf)
 
 
-def draw(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """One token id a row, int64 [num_rows], with no branch on a tensor's value.
-
-    logits: [num_rows, vocab_size]; the others [num_rows]. Rows with temperature 0 are greedy;
-    top_k and top_p None: no row filters. positions: the place in the text that the token will take.
-    A row whose largest logit is not finite yields `INVALID`.
-    """
-    largest, greedy = logits.max(-1)
-    scale = torch.where(temperature > 0, temperature, 1).double()
-    scaled = (logits.double() - largest[:, None]) / scale[:, None]
-    if top_k is not None and top_p is not None:
-        scaled = keep_top(scaled, top_k, top_p)
-    drawn = (scaled + gumbel(seeds, positions, logits.shape[1])).argmax(-1)
-    return torch.where(largest.isfinite(), torch.where(temperature > 0, drawn, greedy), INVALID)
-
-
 def sample(logits: Tensor, sampling: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """`draw` for rows whose settings are known on the host: does no work that they don't need.
+    """Choose one token id a row: int64 [num_rows], `INVALID` where the logits are not numbers.
+
+    logits: [num_rows, vocab_size]; positions: the place in its text that each token will take. The
+    settings are known on the host, so greedy rows cost no noise and unfiltered ones no sort.
 
     >>> sample(torch.tensor([[0.0, 2.0, 1.0]]), [Sampling()], [5]).tolist()
     [1]
     """
-    if not any(s.temperature for s in sampling):
-        largest, greedy = logits.max(-1)
-        return torch.where(largest.isfinite(), greedy, INVALID)
-    temperature, top_k, top_p, seeds = (
-        torch.tensor(column, device=logits.device) for column in zip(*sampling, strict=True)
-    )
-    filters = any(s.temperature and (s.top_k or s.top_p < 1) for s in sampling)
-    return draw(
-        logits,
-        temperature,
-        top_k if filters else None,
-        top_p if filters else None,
-        seeds,
-        torch.tensor(positions, device=logits.device),
-    )
+    largest, token_ids = logits.max(-1)
+    if any(s.temperature for s in sampling):
+        temperature, top_k, top_p, seeds = (
+            torch.tensor(column, device=logits.device) for column in zip(*sampling, strict=True)
+        )
+        scale = torch.where(temperature > 0, temperature, 1).double()[:, None]
+        scaled = (logits.double() - largest[:, None]) / scale
+        if any(s.top_k or s.top_p < 1 for s in sampling):
+            scaled = keep_top(scaled, top_k, top_p)
+        noise = gumbel(seeds, torch.tensor(positions, device=logits.device), logits.shape[1])
+        token_ids = torch.where(temperature > 0, (scaled + noise).argmax(-1), token_ids)
+    return torch.where(largest.isfinite(), token_ids, INVALID)
