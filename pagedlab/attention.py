@@ -158,16 +158,10 @@ def paged_attention(
     >>> paged_attention(torch.ones(1, 2, 16), cache, table, rows(2), rows(1), layer=0)[0, :, 0]
     tensor([3., 3.])
     """
+    check_metadata(q, cache, table, seq_lens, active_slots, layer, out)
     layout = cache.layout
-    _expect_q(q, "q", layout, cache.buffer.device)
-    expect_rows(seq_lens, active_slots, q.shape[0], q.device)
-    expect_in_range("layer", layer, table.num_layers)
-    if table.device.device != q.device:
-        raise ValueError(f"table: expected device {q.device}, got {table.device.device}")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    else:
-        _expect_out(out, q, cache)
     run = _pick(backend, kernel, layout, q.device)
     if plan is None:
         plan = attention_plan(seq_lens, active_slots, table, cache, slice(layer, layer + 1))
@@ -183,6 +177,25 @@ def paged_attention(
     else:
         run(q, cache.buffer, table.device, seq_lens, active_slots, layer, layout, out, scale)
     return out
+
+
+def check_metadata(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    table: BlockTable,
+    seq_lens: torch.Tensor,
+    active_slots: torch.Tensor,
+    layer: int,
+    out: torch.Tensor | None,
+) -> None:
+    """Check shapes, dtypes, devices, strides, layer and overlap, without reading any value."""
+    _expect_q(q, "q", cache.layout, cache.buffer.device)
+    expect_rows(seq_lens, active_slots, q.shape[0], q.device)
+    expect_in_range("layer", layer, table.num_layers)
+    if table.device.device != q.device:
+        raise ValueError(f"table: expected device {q.device}, got {table.device.device}")
+    if out is not None and out is not q:
+        _expect_out(out, q, cache)
 
 
 def _expect_q(x: torch.Tensor, name: str, layout: KVLayout, device: torch.device) -> None:

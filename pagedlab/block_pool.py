@@ -61,7 +61,7 @@ class BlockPool:
             raise PoolError(f"allocate: expected a number of blocks >= 0, got {n!r}")
         if n > self.num_free:
             raise OutOfBlocks(
-                f"allocate: expected at most {self.num_free} blocks, free of {self.num_blocks}, got {n}"
+                f"allocate: expected at most {self.num_free} (free of {self.num_blocks}), got {n}"
             )
         blocks = [self.free_blocks.pop() for _ in range(n)]
         for block in blocks:

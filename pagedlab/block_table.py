@@ -16,7 +16,8 @@ class BlockTable:
     """Physical blocks by [slot, layer, logical block], -1 where unassigned.
 
     `host` is the int32 numpy array [num_slots, num_layers, max_blocks_per_seq], read-only outside
-    this class; `device` is the tensor that kernels read, and it never moves. On a CPU both share the same memory.
+    this class; `device` is the tensor that kernels read, and it never moves. On a CPU both share
+    the same memory.
 
     Args:
         num_slots: sequences that can be alive at the same time.
@@ -163,7 +164,7 @@ class BlockTable:
 
 
 class Staging:
-    """A host buffer that takes changed entries, (flat index, physical block) pairs, to the device."""
+    """A host buffer for changed entries, (flat index, physical block) pairs, on their way."""
 
     def __init__(self, device_table: torch.Tensor) -> None:
         self.on_cuda = device_table.is_cuda

@@ -139,8 +139,16 @@ class PagedKVCache:
                 return
             if not torch.cuda.is_current_stream_capturing():
                 table.sync(layer)
-            rows = {"seq_lens": seq_lens, "active_slots": active_slots}
-            write_kv(k, v, self.buffer, table.device, layer, self.layout, **rows)
+            write_kv(
+                k,
+                v,
+                self.buffer,
+                table.device,
+                layer,
+                self.layout,
+                seq_lens=seq_lens,
+                active_slots=active_slots,
+            )
             return
         lengths, slots = seq_lens.cpu().numpy(), active_slots.cpu().numpy()
         if not lengths.all():

@@ -73,7 +73,8 @@ class KVLayout:
             raise ValueError(
                 f"head_dim: expected a multiple of 8 from 16 to 256, got {self.head_dim!r}"
             )
-        expect_in_range("num_kv_heads - 1", self.num_kv_heads - 1, 2**16)
+        if not isinstance(self.num_kv_heads, int) or self.num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads: expected at least 1, got {self.num_kv_heads!r}")
 
     @cached_property
     def kv_dim(self) -> int:

@@ -1,4 +1,4 @@
-"""The seed's kernel in Triton: one token at a time, one lane per element of the head (chapter 4)."""
+"""The seed's kernel in Triton: one token at a time, one lane per element (chapter 4)."""
 
 import torch
 import triton
