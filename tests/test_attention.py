@@ -1,17 +1,17 @@
 """paged_attention against the reference: every kernel, every backend, every edge."""
 
 import time
+from importlib import import_module
 
 import pytest
 import torch
+from batches import TOLERANCE, make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagedlab.attention
 from pagedlab import KVLayout, attention_plan, check_batch, paged_attention
 from pagedlab.reference import gathered_attention
-
-from batches import TOLERANCE, make_batch
 
 KERNELS = pagedlab.attention.KERNELS
 LENGTHS = [0, 1, 15, 16, 17, 63, 256]
@@ -157,7 +157,40 @@ def test_the_scale_is_the_callers(batch, backend):
         (None, 99, None),
         (None, None, -1),
         (None, None, 9999),
-    ]
+    ],
+)
+def test_an_invalid_row_is_nan_and_reads_nothing(batch, kernel, seq_len, slot, block):
+    """What a CUDA caller gets who did not call check_batch: launchers do not check values."""
+    expected = paged_attention(*batch.args, 1, backend="triton", kernel=kernel)
+    seq_lens, active_slots, entries = (
+        x.clone() for x in (batch.seq_lens, batch.active_slots, batch.table.device)
+    )
+    if seq_len is not None:
+        seq_lens[0] = seq_len
+    if slot is not None:
+        active_slots[0] = slot
+    if block is not None:
+        entries[active_slots[0], 1, 1] = block
+    q = batch.q.clone()
+    launch(kernel, q, batch, entries, seq_lens, active_slots)
+    assert q[0].isnan().all()
+    assert torch.equal(q[1:], expected[1:])
+
+
+def launch(kernel, q, batch, entries, seq_lens, active_slots):
+    """Call a launcher as paged_attention does, in place, without its value checks."""
+    launcher = getattr(import_module(f"pagedlab.kernels.{kernel}"), kernel)
+    layout = batch.cache.layout
+    scale = layout.head_dim**-0.5
+    launcher(q, batch.cache.buffer, entries, seq_lens, active_slots, 1, layout, q, scale)
+
+
+def test_a_plan_serves_every_layer_of_its_step():
+    layout = KVLayout(block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    batch = make_batch(layout, [7, 3], num_q_heads=2, layer=0, num_layers=1)
+    plan = attention_plan(batch.seq_lens, batch.active_slots, batch.table, batch.cache)
+    assert torch.equal(paged_attention(*batch.args, 0, plan=plan), paged_attention(*batch.args, 0))
+    rows = batch.seq_lens[:1], batch.active_slots[:1]
     with pytest.raises(ValueError, match="plan: expected one for 1 rows, got 2"):
         paged_attention(batch.q[:1], batch.cache, batch.table, *rows, 0, plan=plan)
 
@@ -235,7 +268,7 @@ def test_an_unknown_choice_is_refused(batch, arguments, message):
 @pytest.mark.parametrize(
     ("make_out", "message"),
     [
-        (lambda b, wide: wide[1:4, :6], "out: expected q itself or memory of its own, got part of q"),
+        (lambda b, wide: wide[1:4, :6], "out: expected q itself or memory of its own, got part of"),
         (lambda b, wide: wide[:3, 1:7], "out: expected q itself or memory of its own"),
         (
             lambda b, wide: b.cache.buffer[: 3 * 96].view(3, 6, 16),
