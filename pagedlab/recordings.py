@@ -113,7 +113,7 @@ def provenance() -> dict[str, Any]:
     """Where and with what a run is being made, now."""
     cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
         "capability": ".".join(map(str, torch.cuda.get_device_capability())) if cuda else "",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": _commit(),

@@ -1,7 +1,8 @@
-"""The book's step-through widgets: each is one object that works on a static page, in JupyterLab and in Colab."""
+"""The book's step-through widgets: each is one object, on a static page, in JupyterLab and in Colab."""
 
 from pagedlab.widgets.address import AddressCalculator
 from pagedlab.widgets.blocks import BlockTableView
+from pagedlab.widgets.decode import DecodeExplorer
 from pagedlab.widgets.timeline import RecyclingTimeline
 
-__all__ = ["AddressCalculator", "BlockTableView", "RecyclingTimeline"]
+__all__ = ["AddressCalculator", "BlockTableView", "DecodeExplorer", "RecyclingTimeline"]

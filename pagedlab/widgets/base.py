@@ -24,10 +24,12 @@ def esm(view: str, *names: str) -> str:
     """One module of base.js and the named files, whose default export hosts the function `view`.
 
     A module travels with each widget (a static page has no other way to find it), so the files are
-    small and need no bundler.
+    small, need no bundler, and leave indentation and comment lines behind.
     """
-    files = [(FOLDER / f"{name}.js").read_text("utf-8") for name in ("base", *names)]
-    return "\n".join([*files, f"export default host({view});\n"])
+    text = "\n".join((FOLDER / f"{name}.js").read_text("utf-8") for name in ("base", *names))
+    lines = [line.strip() for line in text.splitlines()]
+    code = [line for line in lines if line and not line.startswith(("//", "/**", "* ", "*/"))]
+    return "\n".join([*code, f"export default host({view});\n"])
 
 
 class View(anywidget.AnyWidget):
@@ -104,7 +106,6 @@ def number_box(view: View, key: str, stop: int, label: str) -> ipywidgets.Widget
         max=stop - 1,
         description=label,
         style={"description_width": "initial"},
-        layout={"width": "16rem"},
     )
     ipywidgets.jslink((control, "value"), (view, key))
     return control

@@ -7,7 +7,7 @@ import traitlets
 from pagedlab.block_pool import BlockPool
 from pagedlab.block_table import BlockTable
 from pagedlab.widgets.base import Panel, View, complain, css, esm, slider
-from pagedlab.widgets.rows import table_size
+from pagedlab.run_recorder import table_size
 
 
 class TableView(View):

@@ -138,48 +138,47 @@ function tablePane(ui, { pick }) {
   };
 }
 
-const POOL_CELLS = 512;
+const POOL_CELLS = 128;
 
-/** The physical blocks in order; runs of free blocks shrink to one cell where the pool is large. */
+/** The physical blocks in order; in a large pool, runs that are free or another layer's shrink to one cell. */
 function poolPane() {
   const cells = node("div", { class: "pl-pool", role: "img" });
   const heading = node("h4");
   const cell = () => node("div", {}, node("b"), node("small"));
   const listed = (memory, layer) => {
     const { num_blocks } = memory.size;
-    if (num_blocks <= POOL_CELLS / 4) return Array.from({ length: num_blocks }, (_, block) => ({ block }));
-    let owned = [...memory.owners.keys()];
-    const all = owned.length;
-    if (all > POOL_CELLS) owned = owned.filter((block) => memory.owners.get(block).layer === layer);
-    owned.sort((a, b) => a - b);
+    if (num_blocks <= POOL_CELLS) return Array.from({ length: num_blocks }, (_, block) => ({ block, count: 1 }));
     const items = [];
-    let next = 0;
-    const gap = (stop) => {
-      if (stop - next > 2) items.push({ gap: stop - next, mixed: owned.length < all });
-      else for (; next < stop; next++) items.push({ block: next });
+    const add = (block, count, sequence) => {
+      const last = items[items.length - 1];
+      if (last && last.sequence === sequence && sequence !== undefined) last.count += count;
+      else items.push({ block, count, sequence });
     };
-    for (const block of owned) {
-      gap(block);
-      items.push({ block });
+    let next = 0;
+    for (const block of [...memory.owners.keys()].sort((a, b) => a - b)) {
+      if (block > next) add(next, block - next, null);
+      const owner = memory.owners.get(block);
+      add(block, 1, owner.layer === layer ? undefined : owner.sequence);
       next = block + 1;
     }
-    gap(num_blocks);
+    if (next < num_blocks) add(next, num_blocks - next, null);
     return items;
   };
   return {
     node: node("section", {}, heading, cells),
     draw(memory, layer, here) {
-      const { num_blocks } = memory.size;
+      const { num_blocks, num_layers } = memory.size;
       put(heading, `Physical blocks, ${number(num_blocks)} of them`);
-      put(cells, null, { "aria-label": `${plural(memory.owners.size, "block")} owned, ${number(num_blocks - memory.owners.size)} free. Bright blocks belong to layer ${layer}.` });
-      fill(cells, listed(memory, layer), cell, (it, { block, gap, mixed }) => {
+      put(cells, null, { "aria-label": `${plural(memory.owners.size, "block")} owned, ${number(num_blocks - memory.owners.size)} free.${num_layers > 1 ? ` Bright blocks belong to layer ${layer}.` : ""}` });
+      fill(cells, listed(memory, layer), cell, (it, { block, count }) => {
         const owner = memory.owners.get(block);
         const dim = owner && owner.layer !== layer;
-        put(it.firstChild, gap ? "⋯" : owner && !dim ? letter(owner.sequence) + owner.logical_block : owner ? letter(owner.sequence) : "");
-        put(it.lastChild, gap ? `${number(gap)} ${mixed ? "others" : "free"}` : block);
+        const run = count > 1;
+        put(it.firstChild, owner && !dim ? letter(owner.sequence) + owner.logical_block : owner ? letter(owner.sequence) : run ? "free" : "");
+        put(it.lastChild, run ? `${block}–${block + count - 1}` : block);
         put(it, null, {
-          class: gap ? "pl-gap" : `pl-cell ${owner ? colour(owner.sequence) : "pl-none"}${dim ? " pl-dim" : ""}${block === here ? " pl-here" : ""}`,
-          "data-key": gap ? null : `b${block}`,
+          class: `pl-cell ${owner ? colour(owner.sequence) : "pl-none"}${dim ? " pl-dim" : ""}${run ? " pl-gap" : ""}${block === here ? " pl-here" : ""}`,
+          "data-key": run ? null : `b${block}`,
         });
       });
     },
@@ -213,7 +212,7 @@ function freePane() {
 function addressPane(ui, { pick }) {
   const text = (name) => node("span", { class: "pl-num", "data-value": name });
   const value = {};
-  for (const name of ["logical", "token", "entry", "byte", "stored", "owner"]) value[name] = text(name);
+  for (const name of ["logical", "token", "entry", "byte", "stored", "view", "owner"]) value[name] = text(name);
   const why = node("div", { class: "pl-message", role: "note" });
   const cards = node(
     "ol",
@@ -223,12 +222,12 @@ function addressPane(ui, { pick }) {
     node("li", {}, node("h4", {}, "physical block → byte"), value.byte),
   );
 
-  const strip = (name, caption) => {
+  const strip = (name) => {
     const marker = node("i", { class: "pl-marker pl-moves" });
     const bar = node("div", { class: `pl-strip pl-strip-${name}` }, marker);
     const term = text(`term-${name}`);
     const zoom = node("svg:svg", { class: "pl-zoom", viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" }, node("svg:path"));
-    const count = node("span", { class: "pl-soft" });
+    const what = [node("b"), node("span", { class: "pl-soft" })];
     let cells = 1;
     const choose = (event) => {
       const box = bar.getBoundingClientRect();
@@ -240,30 +239,31 @@ function addressPane(ui, { pick }) {
     });
     bar.addEventListener("pointermove", (event) => event.buttons === 1 && choose(event));
     return {
-      node: node("div", { class: "pl-level" }, node("div", { class: "pl-term" }, node("span", {}, caption, " ", count), term), bar, zoom),
+      node: node("div", { class: "pl-level" }, node("div", { class: "pl-term" }, node("span", {}, ...what), term), bar, zoom),
       bar,
-      draw(index, num_cells, formula, what) {
+      draw(index, num_cells, formula, label, of) {
         cells = num_cells;
         const left = (index / num_cells) * 100;
         bar.style.setProperty("--n", num_cells <= 256 ? num_cells : 1);
-        marker.style.left = `${left}%`;
+        marker.style.left = `min(${left}%, 100% - 3px)`;
         marker.style.width = `${100 / num_cells}%`;
         put(zoom.firstChild, null, { d: `M${left},0H${left + 100 / num_cells}L100,10H0Z` });
         put(term, formula);
-        put(count, what);
+        put(what[0], label);
+        put(what[1], ` ${of}`);
       },
     };
   };
   const bars = {
-    physical_block: strip("physical_block", "cache"),
-    token_in_block: strip("token_in_block", "block"),
-    kv_head: strip("kv_head", "token"),
-    lane: strip("lane", "head"),
+    physical_block: strip("physical_block"),
+    token_in_block: strip("token_in_block"),
+    kv_head: strip("kv_head"),
+    lane: strip("lane"),
   };
   bars.token_in_block.bar.prepend(node("span", { class: "pl-half pl-half-k" }, "K"), node("span", { class: "pl-half pl-half-v" }, "V"));
   const scale = node("div", { class: "pl-scale", role: "img" }, ...Object.values(bars).map((bar) => bar.node));
   const sum = node("p", { class: "pl-sum" });
-  const read = node("div", { class: "pl-read" }, value.stored);
+  const read = node("div", { class: "pl-read" }, node("h4", {}, "The value there"), value.stored, node("br"), value.view);
   const inverse = node("p", { class: "pl-inverse" }, value.owner);
 
   return {
@@ -289,18 +289,34 @@ function addressPane(ui, { pick }) {
       scale.hidden = sum.hidden = read.hidden = Boolean(reason);
       if (reason) return byte;
       put(scale, null, { "aria-label": hidden ? "The byte is hidden: predict it." : `Block ${at.physical_block} of ${num_blocks}; in it ${"KV"[at.section]}, token ${at.token_in_block}; in it kv head ${at.kv_head}; in it lane ${at.lane}.` });
-      bars.physical_block.draw(at.physical_block, num_blocks, `${number(at.physical_block)} × ${number(layout.block_bytes)}${known ? ` = ${number(terms.physical_block)}` : ""}`, plural(num_blocks, "block"));
-      bars.token_in_block.draw(at.section * layout.block_size + at.token_in_block, 2 * layout.block_size, `${at.section ? `${number(layout.v_offset)} + ` : ""}${at.token_in_block} × ${number(layout.kv_dim * layout.itemsize)}${known ? ` = ${number(terms.section + terms.token_in_block)}` : ""}`, `K of ${plural(layout.block_size, "token")}, then V`);
-      bars.kv_head.draw(at.kv_head, layout.num_kv_heads, `${at.kv_head} × ${layout.head_dim * layout.itemsize}${known ? ` = ${number(terms.kv_head)}` : ""}`, plural(layout.num_kv_heads, "kv head"));
-      bars.lane.draw(at.lane, layout.head_dim, `${at.lane} × ${layout.itemsize}${known ? ` = ${terms.lane}` : ""}`, plural(layout.head_dim, "lane"));
+      const equals = (value) => (known ? ` = ${number(value)}` : "");
+      bars.physical_block.draw(
+        at.physical_block, num_blocks, `${number(at.physical_block)} × ${number(layout.block_bytes)}${equals(terms.physical_block)}`,
+        `physical_block ${number(at.physical_block)}`, `of ${number(num_blocks)} in the cache`,
+      );
+      bars.token_in_block.draw(
+        at.section * layout.block_size + at.token_in_block, 2 * layout.block_size,
+        `${at.section ? `${number(layout.v_offset)} + ` : ""}${at.token_in_block} × ${number(layout.kv_dim * layout.itemsize)}${equals(terms.section + terms.token_in_block)}`,
+        `${"KV"[at.section]}, token_in_block ${at.token_in_block}`, `of ${layout.block_size} in the block`,
+      );
+      bars.kv_head.draw(
+        at.kv_head, layout.num_kv_heads, `${at.kv_head} × ${layout.head_dim * layout.itemsize}${equals(terms.kv_head)}`,
+        `kv_head ${at.kv_head}`, `of ${layout.num_kv_heads} in the token`,
+      );
+      bars.lane.draw(
+        at.lane, layout.head_dim, `${at.lane} × ${layout.itemsize}${equals(terms.lane)}`,
+        `lane ${at.lane}`, `of ${layout.head_dim} in the head`,
+      );
       put(sum, hidden ? "" : `${[terms.physical_block, terms.section + terms.token_in_block, terms.kv_head, terms.lane].map(number).join(" + ")} = ${number(byte)}`);
-      if (typeof stored === "string") put(value.stored, stored, { class: "pl-soft" });
-      else {
-        const hex = [...stored.bytes].map((it) => it.toString(16).padStart(2, "0")).join(" ");
-        const found = decode(layout.dtype, stored.bytes);
-        const same = Object.is(found, stored.view) || (Number.isNaN(found) && Number.isNaN(stored.view));
-        put(value.stored, `${hidden ? "stored there" : `cache bytes ${number(byte)} to ${number(byte + layout.itemsize - 1)}`}: ${hex} = ${found}; ${stored.name} = ${stored.view} ${same ? "✓ equal" : "✗ differs"}`, { class: `pl-num ${same ? "" : "pl-bad"}` });
-      }
+      read.hidden ||= stored === "";
+      const text = typeof stored === "string" ? stored : null;
+      put(value.view, "");
+      if (text !== null) return put(value.stored, text), byte;
+      const hex = [...stored.bytes].map((it) => it.toString(16).padStart(2, "0")).join(" ");
+      const found = decode(layout.dtype, stored.bytes);
+      const same = Object.is(found, stored.view) || (Number.isNaN(found) && Number.isNaN(stored.view));
+      put(value.stored, `${hidden ? "bytes there" : `bytes ${number(byte)} to ${number(byte + layout.itemsize - 1)}`}: ${hex} = ${found}`);
+      put(value.view, `${stored.name} = ${stored.view} ${same ? "✓ equal" : "✗ differs"}`, { class: `pl-num ${same ? "" : "pl-bad"}` });
       return byte;
     },
   };
