@@ -42,6 +42,7 @@ _MODULE_OF = {
     "KernelStepper": "widgets",
     "RecyclingTimeline": "widgets",
     "DecodeExplorer": "widgets",
+    "Chart": "widgets",
 }
 _SUBMODULES = {module.split(".")[0] for module in _MODULE_OF.values()} | {
     "checkpoint",

@@ -101,7 +101,9 @@ def find(name: Path | str) -> Path:
     for path in (Path(name), *(folder / f"{name}.json" for folder in folders)):
         if path.is_file():
             return path
-    raise RecordingError(f"recording: expected a file or the name of one in book/recordings, got {name}")
+    raise RecordingError(
+        f"recording: expected a file or the name of one in book/recordings, got {name}"
+    )
 
 
 def run_or_load(name: str, run: Callable[[], Recording]) -> Recording:

@@ -36,9 +36,7 @@ class RunRecorder:
         if engine.events is None:
             raise ValueError("engine: expected one that logs (Engine(..., events=[])), got none")
         if not 0 <= layer < engine.table.num_layers:
-            raise ValueError(
-                f"layer: expected 0 <= layer < {engine.table.num_layers}, got {layer}"
-            )
+            raise ValueError(f"layer: expected 0 <= layer < {engine.table.num_layers}, got {layer}")
         self.engine, self.layer = engine, layer
         self.requests = {request.id: request for request in requests}
         self.rows = CacheRows(engine.cache)
@@ -70,7 +68,12 @@ class RunRecorder:
             kept = self._kept.get(request.id, 0)
             if kept < request.num_cached:
                 self.rows.add(
-                    self.engine.table, request.slot, self.layer, request.id, kept, request.num_cached
+                    self.engine.table,
+                    request.slot,
+                    self.layer,
+                    request.id,
+                    kept,
+                    request.num_cached,
                 )
                 self._kept[request.id] = request.num_cached
 
@@ -174,7 +177,13 @@ class CacheRows:
             return
         row = len(self.raw) // (2 * row_bytes)
         self.index.append(
-            {"sequence": sequence, "layer": layer, "start": start, "count": stop - start, "row": row}
+            {
+                "sequence": sequence,
+                "layer": layer,
+                "start": start,
+                "count": stop - start,
+                "row": row,
+            }
         )
         sections = (
             (layout.k_address, self.cache.k_view()),

@@ -2,7 +2,8 @@
 
 from pagedlab.widgets.address import AddressCalculator
 from pagedlab.widgets.blocks import BlockTableView
+from pagedlab.widgets.charts import Chart
 from pagedlab.widgets.decode import DecodeExplorer
 from pagedlab.widgets.timeline import RecyclingTimeline
 
-__all__ = ["AddressCalculator", "BlockTableView", "DecodeExplorer", "RecyclingTimeline"]
+__all__ = ["AddressCalculator", "BlockTableView", "Chart", "DecodeExplorer", "RecyclingTimeline"]

@@ -8,8 +8,8 @@ import traitlets
 from pagedlab.block_table import BlockTable
 from pagedlab.kv_cache import PagedKVCache
 from pagedlab.layout import KVLayout, ModelLayout
-from pagedlab.widgets.base import Panel, View, choice, complain, css, esm, number_box, slider
 from pagedlab.run_recorder import CacheRows, layout_data, table_size
+from pagedlab.widgets.base import Panel, View, choice, complain, css, esm, number_box, slider
 
 SECTIONS = ("K", "V")
 MAX_EXACT = 2**53  # integers up to here are exact in JavaScript

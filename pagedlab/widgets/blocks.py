@@ -6,8 +6,8 @@ import traitlets
 
 from pagedlab.block_pool import BlockPool
 from pagedlab.block_table import BlockTable
-from pagedlab.widgets.base import Panel, View, complain, css, esm, slider
 from pagedlab.run_recorder import table_size
+from pagedlab.widgets.base import Panel, View, complain, css, esm, slider
 
 
 class TableView(View):
