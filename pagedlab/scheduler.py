@@ -127,7 +127,8 @@ class Scheduler:
             self._log(SlotEvent, "admit", request, request.num_tokens)
             self._grow(request)
         if self.queue and not self.running:
-            raise OutOfBlocks(f"pool: expected blocks for one request, got {self.pool.num_free}")
+            num_tokens, num_free = self.queue[0].num_tokens, self.pool.num_free
+            raise OutOfBlocks(f"pool: expected blocks for {num_tokens} tokens, got {num_free}")
         return self.running
 
     def finish(self, request: Request, reason: str) -> None:
