@@ -4,116 +4,205 @@
 interpreter under `sys.settrace`. Chapters 4 to 6 step through the package's own kernels with it.
 """
 
-import ast
 import base64
-import inspect
+import dataclasses
 import json
-import math
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from pagedlab.kernels import portable
-
-TAG_BIT = 56  # a pointer's top byte says which argument it came from; the address keeps the rest
-ADDRESS = np.uint64((1 << TAG_BIT) - 1)
-
-
-class Source(NamedTuple):
-    """Source text: `lines` of `file` from line `first_line` on."""
-
-    file: str
-    first_line: int
-    lines: list[str]
+from pagedlab.recorder import MEMORY_OPS, Access, Pointer, Recorder, Step, Truncated
+from pagedlab.source import Source, show
 
 
-class Pointer(NamedTuple):
-    """A pointer, or an array of them: `offsets` (int64, elements) from the start of `argument`."""
-
-    argument: str
-    offsets: np.ndarray
-
-
-class Access(NamedTuple):
-    """A "load", "store" or "atomic" on one argument.
-
-    offsets (int64, elements from the argument's first), mask (bool) and values have one shape; a
-    load's value is what the kernel got, a store's what it wrote, an atomic's what was there before.
-    """
-
-    kind: str
-    argument: str
-    offsets: np.ndarray
-    mask: np.ndarray
-    values: np.ndarray
-
-
-class Step(NamedTuple):
-    """One statement that ran (`line` to `last_line`): what it assigned, what it read and wrote.
-
-    variables holds every variable after the statement: int, bool, str, None, numpy scalar or array,
-    Pointer, or a tuple of these.
-    """
-
-    line: int
-    last_line: int
-    assigned: tuple[str, ...]
-    variables: dict[str, Any]
-    accesses: tuple[Access, ...]
-
-
-class Argument(NamedTuple):
-    """A tensor argument as it was passed; stepped_as is the dtype it was stepped in."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    stepped_as: str
-
-
-@dataclass
+@dataclasses.dataclass(repr=False, eq=False)
 class Trace:
     """What `step` recorded.
 
-    outputs: tensor arguments that the program wrote to, as numpy arrays. truncated: it stopped at
-    max_steps. error: one line if the kernel failed; the last step is then where it did.
+    outputs: the tensor arguments that the program wrote to, as they are afterwards. as_float32: the
+    arguments that were stepped in float32. truncated: the program was stopped after max_steps.
+    error: one line if the kernel failed; the last step is then where it did.
     """
 
     kernel: str
     source: Source
     grid: tuple[int, ...]
     program: tuple[int, ...]
-    arguments: dict[str, Argument]
-    steps: list[Step] = field(default_factory=list)
-    outputs: dict[str, np.ndarray] = field(default_factory=dict)
+    as_float32: list[str]
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    outputs: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     truncated: bool = False
     error: str | None = None
 
+    def __repr__(self) -> str:
+        ending = self.error or "truncated" * self.truncated or "complete"
+        return f"Trace({self.kernel}, program {self.program}: {len(self.steps)} steps, {ending})"
+
     def at(self, text: str) -> list[Step]:
         """The steps whose source contains `text`, in order."""
-        first, lines = self.source.first_line, self.source.lines
-        return [s for s in self.steps if text in "\n".join(lines[s.line - first : s.last_line - first + 1])]
+        lines, first = self.source.lines, self.source.first_line
+        hits = {first + i for i, line in enumerate(lines) if text in line}
+        return [step for step in self.steps if hits & {*range(step.line, step.last_line + 1)}]
 
     def values(self, name: str) -> list[Any]:
         """What was assigned to variable `name`, one entry per assignment."""
-        return [s.variables[name] for s in self.steps if name in s.assigned and name in s.variables]
+        return [step.variables[name] for step in self.steps if name in step.assigned]
 
     def to_json(self) -> str:
-        """The whole trace as JSON text. Arrays are base64, so NaN and infinity survive."""
-        rows, before = [], {}
+        """The whole trace as JSON text; arrays as base64, so NaN and infinity survive."""
+        rows: list[Step] = []
+        before: dict[str, Any] = {}
         for step in self.steps:
-            new = {k: v for k, v in step.variables.items() if before.get(k, self) is not v}
-            rows.append(_encode((*step[:3], new, step.accesses)))
+            new = {k: v for k, v in step.variables.items() if before.get(k, rows) is not v}
+            rows.append(step._replace(variables=new))
             before = step.variables
-        return json.dumps(vars(self) | {"steps": rows, "outputs": _encode(self.outputs)})
+        return json.dumps(vars(self) | {"steps": rows}, default=_encode)
 
     @classmethod
     def from_json(cls, text: str) -> "Trace":
         """The inverse of to_json."""
+        fields = json.loads(text, object_hook=_decode)
+        variables: dict[str, Any] = {}
+        for i, (first, last, names, new, accesses) in enumerate(fields["steps"]):
+            variables = variables | new
+            accesses = [Access(*access) for access in accesses]
+            fields["steps"][i] = Step(first, last, names, variables, accesses)
+        fields["source"] = Source(*fields["source"])
+        return cls(**fields)
+
+
+def step(
+    kernel: Any,
+    grid: Any,
+    *args: Any,
+    program: int | tuple[int, ...] = 0,
+    max_steps: int = 50_000,
+    **kwargs: Any,
+) -> Trace:
+    """Run one program of `kernel[grid](*args, **kwargs)` and record every statement.
+
+    Tensors are copied to the CPU, aliases kept: the caller's stay as they are. Only this program of
+    the grid runs. bfloat16 and float8 tensors are stepped as float32, since the interpreter gets
+    them wrong. An access outside its argument ends the trace with an error. Where Triton compiles
+    (a GPU machine), all this happens in a process of its own.
+
+    Args:
+        kernel: a function under @triton.jit.
+        grid: the launch grid: 1 to 3 ints, or a function of the arguments by name.
+        program: which program of the grid to run, 1 to 3 ints.
+        max_steps: stop there and mark the trace as truncated.
+
+    Raises:
+        ValueError: not a Triton kernel, arguments that do not fit, a program outside the grid.
+    """
+    inner, bound, _ = portable.bind(kernel, args, kwargs)
+    import triton.language as tl
+
+    dims = _three(grid(bound) if callable(grid) else grid, 1)
+    at = _three(program, 0)
+    if not all(0 <= index < size for index, size in zip(at, dims, strict=True)):
+        raise ValueError(f"program: expected one inside the grid {dims}, got {at}")
+    tensors, as_float32 = _copy({k: v for k, v in bound.items() if isinstance(v, torch.Tensor)})
+    trace = Trace(inner.fn.__name__, show(inner), dims, at, as_float32)
+    job = (inner, trace, bound | tensors, max_steps)
+    if {type(inner).__name__, type(tl.sum).__name__} == {"InterpretedFunction"}:
+        return _record(*job)
+    return portable.run_in_process(_record, *job, interpret=True)
+
+
+def step_launch(
+    launcher: Callable, *args: Any, program: int | tuple[int, ...] = 0, **kwargs: Any
+) -> Trace:
+    """Step the first kernel that `launcher(*args, **kwargs)` launches, in place of the launch.
+
+    >>> import torch
+    >>> from pagedlab import KVLayout
+    >>> from pagedlab.kernels.write_kv import write_kv
+    >>> layout = KVLayout(block_size=4, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    >>> k, cache = torch.ones(1, 1, 16), torch.zeros(3 * layout.block_bytes // 4)
+    >>> table = torch.tensor([[[2]]], dtype=torch.int32)
+    >>> trace = step_launch(write_kv, k, k, cache, table, 0, layout)
+    >>> [int(block) for block in trace.values("physical_block")]
+    [2]
+
+    Raises:
+        ValueError: the launcher launched nothing, or as `step`.
+    """
+    kernel, grid, args, kwargs = portable.capture_launch(launcher, *args, **kwargs)
+    return step(kernel, grid, *args, program=program, **kwargs)
+
+
+def _three(sizes: int | tuple[int, ...], fill: int) -> tuple[int, ...]:
+    return (*((sizes,) if isinstance(sizes, int) else sizes), fill, fill)[:3]
+
+
+def _copy(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Copies on the CPU that share memory where the originals do, narrow floats as float32."""
+    right = (torch.float16, torch.float32, torch.float64)
+    memory: dict[Any, tuple[torch.dtype, torch.Tensor]] = {}
+    copies: dict[str, torch.Tensor] = {}
+    as_float32: list[str] = []
+    for name, tensor in tensors.items():
+        storage, dtype = tensor.untyped_storage(), tensor.dtype
+        narrow = dtype.is_floating_point and dtype not in right
+        as_float32 += [name] * narrow
+        key = storage.data_ptr() or name  # an empty tensor overlaps nothing
+        if key not in memory:
+            whole = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
+            memory[key] = (dtype, (whole.float() if narrow else whole.clone()).cpu())
+        held, copy = memory[key]
+        if held != dtype:
+            raise ValueError(f"{name}: expected {held} like an argument it overlaps, got {dtype}")
+        copies[name] = copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return copies, as_float32
+
+
+def _record(kernel: Any, trace: Trace, arguments: dict[str, Any], max_steps: int) -> Trace:
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+    recorder = Recorder(trace.source, kernel.rewrite().__code__, tensors, max_steps)
+    trace.steps = recorder.steps
+    patches: dict[str, Any] = {
+        op: recorder.watch(getattr(builder, op), *where) for op, where in MEMORY_OPS.items()
+    }
+    patches["set_grid_dim"] = lambda *_: setattr(builder, "grid_dim", trace.grid)
+    patches["set_grid_idx"] = lambda *_: setattr(builder, "grid_idx", trace.program)
+    tracer = sys.gettrace()
+    try:
+        with mock.patch.multiple(builder, **patches), np.errstate(all="ignore"):
+            sys.settrace(recorder.event)
+            kernel[(1,)](**arguments)
+    except Exception as failure:
+        cause: BaseException = failure
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        trace.truncated = isinstance(cause, Truncated)
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        trace.error = None if trace.truncated else f"line {recorder.span[0]}: {reason}"
+    finally:
+        sys.settrace(tracer)
+    written = {a.argument for step in trace.steps for a in step.accesses if a.kind != "load"}
+    trace.outputs = {name: t.numpy().copy() for name, t in tensors.items() if name in written}
+    return trace
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    if isinstance(value, Pointer):
+        return {"$pointer": [value.argument, value.offsets]}
+    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"$array": [value.dtype.str, value.shape, data]}
+
+
+def _decode(value: dict[str, Any]) -> Any:
+    if "$pointer" in value:
+        return Pointer(*value["$pointer"])
+    if "$array" in value:
+        dtype, shape, data = value["$array"]
+        return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)[()]
+    return value

@@ -1,14 +1,13 @@
-"""A Triton kernel as bytes, for a process in the other mode (interpreter or compiler).
+"""A Triton kernel in a process of its own, in the other mode (interpreter or compiler).
 
-Triton fixes the mode when a kernel is decorated, so the debugger and the compiler take a kernel to a
-process of their own: its source text, and the globals its code names, helpers and constants included.
-A kernel defined in a notebook cell travels like one from a file.
+Triton fixes the mode when a kernel is decorated. So the debugger and the compiler send a kernel's
+source to a new process, with the globals its code names: modules, constants, helper kernels. A
+kernel from a notebook cell travels like one from a file.
 """
 
 import ast
 import importlib
 import inspect
-import io
 import linecache
 import os
 import pickle
@@ -20,62 +19,80 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
+
+import torch
+
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+SERVE = "import triton, sys; from pagedlab.kernels import portable; portable._serve(*sys.argv[1:])"
 
 
-def jit_function(kernel: Any) -> Any:
-    """The innermost Triton object of `kernel`: below @triton.autotune and @triton.heuristics.
+def bind(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict, dict]:
+    """The innermost jit function of `kernel`, its arguments by name, and the launch options.
 
     Raises:
-        ValueError: `kernel` is not a Triton kernel.
+        ValueError: not a Triton kernel, or the arguments do not fit its parameters.
     """
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    inner = kernel
-    while not isinstance(inner, JITFunction | InterpretedFunction):
-        if not hasattr(inner, "fn"):
-            got = getattr(kernel, "__name__", type(kernel).__name__)
-            raise ValueError(f"kernel: expected a function under @triton.jit, got {got}")
+    inner = kernel  # maybe below @triton.autotune or @triton.heuristics
+    while hasattr(inner, "fn") and not inspect.isfunction(inner.fn):
         inner = inner.fn
-    return inner
-
-
-def bind(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a launch into the kernel's arguments by name and the launch options (num_warps, ...)."""
-    signature = inspect.signature(kernel.fn)
-    known = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
-    options = {k: v for k, v in kwargs.items() if k in known and k not in signature.parameters}
+    if type(inner).__name__ not in ("JITFunction", "InterpretedFunction"):
+        got = getattr(kernel, "__name__", type(kernel).__name__)
+        raise ValueError(f"kernel: expected a function under @triton.jit, got {got}")
+    options = {name: kwargs[name] for name in LAUNCH_OPTIONS if name in kwargs}
+    named = {name: value for name, value in kwargs.items() if name not in options}
     try:
-        bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in options})
+        bound = inspect.signature(inner.fn).bind(*args, **named)
     except TypeError as problem:
-        raise ValueError(f"{kernel.fn.__name__}: {problem}") from None
+        raise ValueError(f"{inner.fn.__name__}: {problem}") from None
     bound.apply_defaults()
-    return bound.arguments, options
+    return inner, bound.arguments, options
+
+
+def capture_launch(launcher: Callable, *args: Any, **kwargs: Any) -> tuple[Any, Any, tuple, dict]:
+    """(kernel, grid, args, kwargs) of the first launch in `launcher(*args, **kwargs)`, not done.
+
+    Raises:
+        ValueError: there was none.
+    """
+    from triton.runtime.jit import KernelInterface
+
+    class Launch(BaseException):
+        pass
+
+    def capture(kernel: Any, grid: Any) -> Callable:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            raise Launch(kernel, grid, args, kwargs)
+
+        return launch
+
+    try:
+        with mock.patch.object(KernelInterface, "__getitem__", capture):
+            launcher(*args, **kwargs)
+    except Launch as launch:
+        return launch.args  # type: ignore[return-value]
+    raise ValueError(f"launcher: expected a kernel launch, {launcher.__name__} made none")
 
 
 def run_in_process(function: Callable, *args: Any, interpret: bool) -> Any:
-    """`function(*args)` in a new process whose Triton interprets, or compiles with an empty cache.
+    """`function(*args)` in a new process where Triton interprets, or compiles with an empty cache.
 
-    A ValueError raised there is raised here; what the process prints is printed here.
+    A ValueError raised there is raised here; what is printed there is printed here.
     """
     with tempfile.TemporaryDirectory() as folder:
         job, answer = Path(folder, "job"), Path(folder, "answer")
-        buffer = io.BytesIO()
-        _Pickler(buffer, protocol=5).dump((function, args))
-        job.write_bytes(buffer.getvalue())
+        torch.save((function, args), job, pickle_module=sys.modules[__name__])
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "TRITON_INTERPRET": str(int(interpret)),
             "TRITON_CACHE_DIR": folder,
         }
-        code = "import triton, sys; from pagedlab.kernels import portable; portable._serve(*sys.argv[1:])"
-        done = subprocess.run(
-            [sys.executable, "-c", code, job, answer], env=env, capture_output=True, text=True
-        )
+        command = [sys.executable, "-c", SERVE, str(job), str(answer)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         print(done.stdout, end="")
         if done.returncode:
-            last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-            raise RuntimeError(f"{function.__name__} failed in its own process: {last}")
+            reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+            raise RuntimeError(f"{function.__name__} failed in its own process: {reason}")
         result = pickle.loads(answer.read_bytes())
     if isinstance(result, ValueError):
         raise result
@@ -83,16 +100,16 @@ def run_in_process(function: Callable, *args: Any, interpret: bool) -> Any:
 
 
 def _serve(job: str, answer: str) -> None:
-    function, args = pickle.loads(Path(job).read_bytes())
+    function, args = torch.load(job, weights_only=False)
     try:
         result = function(*args)
     except ValueError as problem:
         result = problem
-    Path(answer).write_bytes(pickle.dumps(result, protocol=5))
+    Path(answer).write_bytes(pickle.dumps(result))
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles a module by its name, a Triton function by its source and the globals it uses."""
+class Pickler(pickle.Pickler):
+    """Pickles a module by name and a Triton function by source; torch.save expects this name."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType):
@@ -105,19 +122,21 @@ class _Pickler(pickle.Pickler):
         lines, first = inspect.getsourcelines(fn)
         tree = ast.parse(textwrap.dedent("".join(lines)))
         ast.increment_lineno(tree, first - 1)
-        tree.body[0].decorator_list = []
+        tree.body[0].decorator_list = []  # type: ignore[attr-defined]
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         names -= {*fn.__code__.co_varnames, fn.__name__}
-        used = {name: fn.__globals__[name] for name in sorted(names) if name in fn.__globals__}
-        file, fixed = fn.__code__.co_filename, "do_not_specialize"
-        options = {fixed: getattr(obj, fixed, None) or getattr(obj, "kwargs", {}).get(fixed)}
+        language = sys.modules["triton.language"]  # the interpreter wants it even where unused
+        used = {k: v for k, v in fn.__globals__.items() if k in names or v is language}
         used["__name__"] = fn.__module__
-        return _rebuild, (fn.__name__, tree, file, linecache.getlines(file), used, options)
+        interpreted = getattr(obj, "kwargs", {})
+        fixed = getattr(obj, "do_not_specialize", interpreted.get("do_not_specialize"))
+        file = fn.__code__.co_filename
+        return _rebuild, (fn.__name__, tree, file, linecache.getlines(file), used, fixed)
 
 
-def _rebuild(name: str, tree: ast.Module, file: str, lines: list[str], used: dict, options: dict):
+def _rebuild(name: str, tree: ast.Module, file: str, lines: list[str], used: dict, fixed: Any):
     import triton
 
     linecache.cache[file] = (len(lines), None, lines, file)
     exec(compile(tree, file, "exec"), used)
-    return triton.jit(used[name], **options)
+    return triton.jit(used[name], do_not_specialize=fixed)
