@@ -30,6 +30,7 @@ _MODULE_OF = {
     "paged_attention": "attention",
     "compile_for": "kernels.compile",
     "step": "trace",
+    "step_launch": "trace",
     "Trace": "trace",
     "Llama": "llama",
     "LlamaConfig": "llama",
