@@ -1,4 +1,4 @@
-"""Runs made on a GPU, saved as data with their provenance, and the step events that they share with live runs."""
+"""Runs saved as data with their provenance, and the step events they share with live runs."""
 
 import datetime
 import json
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Recording:
         return decode_events(self.data["events"])
 
     def describe(self) -> str:
-        """One line: which hardware, when, at which commit, and whether the kernels changed since."""
+        """One line: which hardware, when, which commit, and whether the kernels changed since."""
         of = self.provenance
         text = f"Recorded on {of['device']}, {of['date'][:10]}, commit {of['commit'][:8]}"
         return text + ("; outdated: the kernels have changed since." if self.outdated else ".")
@@ -135,8 +136,8 @@ def kernel_hash() -> str:
 def encode_events(events: Iterable[Any]) -> list[list[Any]]:
     """Step events as JSON rows: [action, step, request, slot, ...].
 
-    BlockEvent adds layer, logical_block, physical_block; SlotEvent num_tokens; TokenEvent, whose action
-    is "token", position and token. Rows pass through unchanged.
+    BlockEvent adds layer, logical_block, physical_block; SlotEvent num_tokens; TokenEvent, whose
+    action is "token", position and token. Rows pass through unchanged.
 
     Raises:
         ValueError: something that is no step event, or steps that run backwards.
@@ -146,7 +147,7 @@ def encode_events(events: Iterable[Any]) -> list[list[Any]]:
     [['admit', 0, 3, 1, 17]]
     """
     rows = [_row(event) for event in events]
-    for before, after in zip(rows, rows[1:], strict=False):
+    for before, after in pairwise(rows):
         if after[1] < before[1]:
             raise ValueError(f"events: expected steps in order, got {after[1]} after {before[1]}")
     return rows
@@ -160,7 +161,7 @@ def decode_events(rows: Iterable[list[Any]]) -> list[Any]:
     """
     from pagedlab.engine import BlockEvent, SlotEvent, TokenEvent
 
-    events = []
+    events: list[Any] = []
     for action, step, *rest in map(_row, rows):
         if action in BLOCK_ACTIONS:
             events.append(BlockEvent(step, action, *rest))
@@ -179,7 +180,7 @@ def _row(event: Any) -> list[Any]:
         row = list(event) if isinstance(event, (list, tuple)) else [event]
     lengths = dict.fromkeys(BLOCK_ACTIONS, 7) | dict.fromkeys(SLOT_ACTIONS, 5) | {"token": 6}
     whole = all(isinstance(value, int) for value in row[1:])
-    if lengths.get(row[0] if isinstance(row[0], str) else None) != len(row) or not whole:
+    if lengths.get(str(row[0])) != len(row) or not whole:
         raise RecordingError(f"events: expected a block, slot or token event, got {event!r}")
     return row
 

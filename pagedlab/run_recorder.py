@@ -1,4 +1,4 @@
-"""A run as data: step events, text, times, and one layer's bytes of the cache, for recordings and widgets."""
+"""A run as data, for recordings and widgets: events, text, times, one layer's cache bytes."""
 
 import base64
 import time
@@ -20,8 +20,8 @@ MAX_ROW_BYTES = 256 * 1024  # of cache bytes that travel with one widget or reco
 class RunRecorder:
     """Steps an engine and keeps what happens.
 
-    A step's K and V are read right after it, before their blocks can be reused; a request's last row is
-    missing where its blocks were given back within the step that wrote it.
+    A step's K and V are read right after it, before their blocks can be reused; a request's last
+    row is missing where its blocks were given back within the step that wrote it.
 
     Args:
         engine: one that logs its events (`Engine(..., events=[])`).
@@ -124,7 +124,7 @@ def pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
 
 
 def layout_data(layout: KVLayout) -> dict[str, Any]:
-    """The sizes that a view needs, as JSON; bytes except block_size, num_kv_heads, head_dim, kv_dim."""
+    """The sizes that a view needs, as JSON: counts, then v_offset and what follows in bytes."""
     names = ("block_size", "num_kv_heads", "head_dim", "kv_dim", "v_offset", "block_bytes")
     sizes: dict[str, Any] = {name: getattr(layout, name) for name in names}
     sizes["itemsize"] = layout.dtype.itemsize
@@ -143,10 +143,10 @@ def table_size(table: BlockTable, num_blocks: int) -> dict[str, int]:
 
 
 class CacheRows:
-    """Copies of tokens' K and V, each read twice: as bytes at their address and through the tensor view.
+    """Tokens' K and V, each read twice: as bytes at their address and through the tensor view.
 
     Attributes:
-        index: where the copies of each (sequence, layer) begin: [{sequence, layer, start, count, row}].
+        index: where each stretch of positions begins: [{sequence, layer, start, count, row}].
         raw: [num_rows, 2 (K, V), kv_dim] elements as the cache's own bytes.
         values: the same elements as little-endian float32.
     """

@@ -1,4 +1,4 @@
-"""The book's step-through widgets: each is one object, on a static page, in JupyterLab and in Colab."""
+"""The book's widgets: each is one object on a static page, in JupyterLab and in Colab."""
 
 from pagedlab.widgets.address import AddressCalculator
 from pagedlab.widgets.blocks import BlockTableView

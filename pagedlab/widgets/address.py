@@ -37,23 +37,24 @@ class AddressView(View):
 class AddressCalculator(Panel):
     """Three substitutions from a token to a byte, the block to scale, and the inverse.
 
-    With a table the reader chooses slot, layer and position; without one, a physical block directly.
+    With a table the reader chooses slot, layer and position; without one, a physical block.
 
     Args:
         layout: how a block lies in memory.
         table: the block table to look positions up in.
-        cache: the cache whose bytes are shown at the address; needs a table. As many layers travel with
-            the widget as fit into 256 KiB, the shown one first; elsewhere the value is "not recorded".
+        cache: the cache whose bytes are shown at the address; needs a table. As many layers travel
+            with the widget as fit into 256 KiB, the shown one first; elsewhere the value is
+            "not recorded".
         seq_lens: tokens of each slot, int [num_slots]; by default whatever the table's blocks hold.
         num_blocks: blocks of the cache, where neither cache nor layout says.
         name: prefix in permalinks, when a page has several.
         predict: start with the byte hidden.
-        **state: where to start: slot, layer, token, physical_block, token_in_block, section (0 K, 1 V),
-            kv_head, lane.
+        **state: where to start: slot, layer, token, physical_block, token_in_block, section (0 K,
+            1 V), kv_head, lane.
 
     >>> from pagedlab import LLAMA_3_2_1B
-    >>> calculator = AddressCalculator(LLAMA_3_2_1B, physical_block=3, token_in_block=5, kv_head=2, lane=7)
-    >>> calculator.view.byte
+    >>> start = {"physical_block": 3, "token_in_block": 5, "kv_head": 2, "lane": 7}
+    >>> AddressCalculator(LLAMA_3_2_1B, **start).view.byte
     103694
     """
 

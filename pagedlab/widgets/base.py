@@ -1,4 +1,4 @@
-"""What every widget shares: one theme, the code in front of each view, and controls linked in the browser."""
+"""What every widget shares: the theme, base.js, and controls linked in the browser."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -36,7 +36,7 @@ class View(anywidget.AnyWidget):
     """The drawing of one widget; it shows `data` and its state traits and computes no results.
 
     Args:
-        data: what the view shows, JSON without NaN or infinity; {"error": text} shows the text instead.
+        data: what the view shows, JSON without NaN or infinity; {"error": text} shows the text.
         name: this widget's prefix in permalinks: `#name.token=17`.
         predict: hide the next value and ask for it.
 
@@ -62,7 +62,7 @@ class Message(View):
 
 
 class Panel(ipywidgets.VBox):
-    """Controls above the view that they move, in one output; they are linked in the browser, no kernel needed.
+    """Controls above the view that they move, in one output; linked in the browser, kernel or not.
 
     Attributes:
         view: the `View`; its traits hold the state, e.g. `panel.view.token = 17`.
@@ -84,7 +84,7 @@ def complain(error: Exception | str) -> View:
 
 
 def slider(view: View, key: str, stop: int, label: str, *, wide: bool = False) -> ipywidgets.Widget:
-    """An integer slider from 0 to stop - 1 on a trait of the view; its readout takes typed numbers."""
+    """An integer slider, 0 to stop - 1, on a trait of the view; its readout takes typed numbers."""
     control = ipywidgets.IntSlider(
         value=getattr(view, key),
         min=0,

@@ -1,4 +1,4 @@
-"""One renderer for the book's plotly charts: the widgets' theme, light and dark, and frames to step through."""
+"""One renderer for the book's plotly charts: the widgets' theme, and frames to step through."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,9 @@ HTML = """<figure class="pagedlab" id="{id}" aria-label="{alt}">
 {slider}<figcaption class="pl-soft">{alt}</figcaption>
 <script type="application/json">{spec}</script>
 <script>{script}</script></figure>"""
-SLIDER = """<div class="pl-chart-step"><label>{label} <input type="range" min="0" max="{last}" value="0"
-data-lm-suppress-shortcuts="true"></label> <output></output></div>
+SLIDER = """<div class="pl-chart-step"><label>{label}
+<input type="range" min="0" max="{last}" value="0" data-lm-suppress-shortcuts="true">
+</label> <output></output></div>
 """
 
 
@@ -37,7 +38,7 @@ class Chart:
         height: in pixels.
 
     Raises:
-        ValueError: no text alternative, a figure without traces, a frame with another number of traces.
+        ValueError: no text alternative, no traces, a frame with another number of traces.
 
     >>> import plotly.graph_objects as go
     >>> "one bar" in Chart(go.Figure(go.Bar(y=[1])), alt="one bar")._repr_html_()

@@ -35,7 +35,7 @@ class DecodeView(View):
 
 
 class DecodeExplorer(Panel):
-    """The text as it is decoded, next to block table, addresses and free list; a step moves them all.
+    """The text as it is decoded, next to table, addresses and free list; a step moves them all.
 
     Args:
         source: a Recording, its name or path; an Engine that logs its events, which stays live: its
@@ -69,7 +69,7 @@ class DecodeExplorer(Panel):
                 source = load(source)
             if isinstance(source, Recording):
                 data, origin = source.data, source.describe()
-            elif hasattr(source, "scheduler"):
+            elif isinstance(source, Engine):
                 self.recorder = RunRecorder(source, requests, layer)
                 data, origin = self.recorder.data(tokenizer), _here()
             else:
@@ -85,10 +85,8 @@ class DecodeExplorer(Panel):
         self.origin = origin
         first = min(steps, default=0)
         start = {"step": first, "layer": data["layer"]} | state
+        start.setdefault("token", _first_token(data["events"], start["step"]))
         view = DecodeView(name=name, predict=predict, **traits, **start)
-        if "token" not in state:
-            written = [row for row in data["events"] if row[0] == "token" and row[1] == view.step]
-            view.token = written[0][4] - 1 if written else 0
         controls = step_controls(view, first, max(steps, default=0))
         if data["size"]["num_layers"] > 1:
             controls["layer"] = slider(view, "layer", data["size"]["num_layers"], "layer")
@@ -121,6 +119,8 @@ class DecodeExplorer(Panel):
             for key, value in _traits(data, self.origin, bytes(self.recorder.rows.values)).items():
                 setattr(self.view, key, value)
         self.view.step = shown
+        if steps is None:
+            self.view.token = _first_token(data["events"], shown)
         self._tell()
         return self
 
@@ -132,6 +132,12 @@ class DecodeExplorer(Panel):
 
     def _tell(self) -> None:
         self.view.send({"live": not (self.recorder is None or self.recorder.idle)})
+
+
+def _first_token(rows: list[list[Any]], step: int) -> int:
+    """Position 17, the one the book follows, or the newest that slot 0 has in the cache."""
+    cached = [row[4] for row in rows if row[0] == "token" and row[1] <= step and row[3] == 0]
+    return min(17, cached[-1] - 1) if cached else 0
 
 
 def _here() -> str:
