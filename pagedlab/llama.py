@@ -227,7 +227,7 @@ class Llama:
         x = F.embedding(tokens, self.embedding)  # [num_tokens, hidden_size]
         for layer, weights in enumerate(self.layers):
             heads = F.linear(norm(x, weight=weights.attention_norm), weights.qkv)
-            heads = heads.view(len(tokens), -1, c.head_dim)  # q heads, then k heads, then v heads
+            heads = heads.unflatten(1, (-1, c.head_dim))  # q heads, then k heads, then v heads
             v = heads[:, -c.num_kv_heads :]
             rotated = rotate(heads[:, : -c.num_kv_heads], cos, sin)
             q, k = rotated[:, : c.num_q_heads], rotated[:, c.num_q_heads :]

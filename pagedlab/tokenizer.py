@@ -91,7 +91,7 @@ class Tokenizer:
         return self.encode(text)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Text as the ids come; the pieces together are decode(ids), and each is whole characters."""
+        """Text as the ids come: pieces of whole characters, which join to decode(ids)."""
         detokenizer = Detokenizer(self)
         for token_id in ids:
             if piece := detokenizer.push(token_id):
@@ -101,14 +101,14 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns token ids into text as they come; a character waits until its bytes are all there.
+    """Turns token ids into text as they come; a character waits until its bytes are complete.
 
     A token is a piece of bytes: one emoji is often two or three tokens, none of which is text.
 
     >>> demo = Tokenizer.from_checkpoint()
     >>> detokenizer = Detokenizer(demo)
-    >>> [detokenizer.push(token_id) for token_id in demo.encode("a🙂!")]
-    ['a', '', '', '🙂', '!']
+    >>> [detokenizer.push(token_id) for token_id in demo.encode("a🦙!")]
+    ['a', '', '', '🦙', '!']
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
