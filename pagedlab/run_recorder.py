@@ -80,7 +80,7 @@ class RunRecorder:
     def data(self, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
         """The run so far, as JSON: what DecodeExplorer shows and a "decode" recording holds.
 
-        Without a tokenizer the pieces of text are left out and tokens show as their ids.
+        Without a tokenizer a token's piece of text is its id.
         """
         engine = self.engine
         return {
@@ -114,7 +114,7 @@ class RunRecorder:
 def pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
     """One piece of text per id: special tokens by name, "⋯" while a character is unfinished."""
     if tokenizer is None:
-        return []
+        return [f"⟨{token_id}⟩" for token_id in ids]
     detokenizer = Detokenizer(tokenizer)
     texts = []
     for token_id in ids:

@@ -143,15 +143,15 @@ function predictor(ui) {
   toggle.addEventListener("click", () => ui.set({ predict: !ui.get("predict") }));
 
   ui.ask = (next) => {
-    if (!ui.get("predict") || !next) return false;
-    if (next.id !== asked?.id) {
+    if (!ui.get("predict")) return false;
+    if (next?.id !== asked?.id || !next) {
       asked = next;
       tries = 0;
-      put(question, next.question);
       field.value = "";
-      put(verdict, solved.has(next.id) ? "You know this one." : "", { class: "pl-soft" });
+      put(question, next?.question ?? "Nothing to predict here: step on.");
+      put(verdict, next && solved.has(next.id) ? "You know this one." : "", { class: "pl-soft" });
     }
-    return !solved.has(next.id);
+    return Boolean(next) && !solved.has(next.id);
   };
   return {
     nodes: [toggle, form],
@@ -162,8 +162,7 @@ function predictor(ui) {
     },
     after() {
       const open = asked && !solved.has(asked.id);
-      field.disabled = !open;
-      for (const button of buttons) button.disabled = !open;
+      for (const control of [field, ...buttons]) control.hidden = !open;
     },
   };
 }
@@ -284,7 +283,7 @@ function host(create) {
       const ask = predictor(ui);
       const link = permalink(ui, view, model.get("name"));
       put(root, null, { "aria-label": ui.data.title ?? "interactive figure", tabindex: view.step ? 0 : null });
-      root.append(node("div", { class: "pl-bar" }, ...ask.nodes, link.copy));
+      root.prepend(node("div", { class: "pl-bar" }, ...ask.nodes, link.copy));
       parts = { view, predictor: ask, link, unlight: lighting(root) };
       for (const [key, action] of Object.entries(view.on ?? {})) watch(`change:${key}`, () => guarded(action));
       for (const key of [...view.state, "predict"]) watch(`change:${key}`, soon);

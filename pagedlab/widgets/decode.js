@@ -1,7 +1,7 @@
 /** Text, table, address and free list of one run; a step or a token moves them all. */
 function DecodeExplorer(ui) {
   const { layout, size } = ui.data;
-  let replay = new Replay(size, ui.data.events);
+  const replay = new Replay(size, ui.data.events, Object.keys(ui.data.texts));
   let stored = recorded(ui);
   const caption = node("p", { class: "pl-caption", role: "status" });
   const text = node("div", { class: "pl-texts" });
@@ -43,6 +43,7 @@ function DecodeExplorer(ui) {
 
   /** One card per request: its prompt, then its tokens, each known from the step it was sampled in. */
   const buildText = () => {
+    replay.meet(Object.keys(ui.data.texts));
     for (const [request, sequence] of replay.sequences) {
       if (requests.has(request)) continue;
       const head = node("div", { class: "pl-text-head" }, tag(sequence), " ", node("span", { class: "pl-soft" }));
@@ -51,7 +52,7 @@ function DecodeExplorer(ui) {
       text.append(card);
       const entry = { card, state: head.lastChild, body, tokens: [], prompt: 0 };
       requests.set(request, entry);
-      const prompt = ui.data.texts?.[request]?.prompt ?? [];
+      const prompt = ui.data.texts[request]?.prompt ?? [];
       prompt.forEach((piece) => addToken(request, entry, piece, -1));
       entry.prompt = prompt.length;
     }
@@ -60,7 +61,7 @@ function DecodeExplorer(ui) {
       const entry = requests.get(request);
       while (entry.tokens.length < position) addToken(request, entry, "·", -1);
       if (entry.tokens.length > position) continue;
-      addToken(request, entry, ui.data.texts?.[request]?.tokens?.[position - entry.prompt] ?? `⟨${id}⟩`, step);
+      addToken(request, entry, ui.data.texts[request]?.tokens[position - entry.prompt] ?? `⟨${id}⟩`, step);
     }
   };
   const addToken = (request, entry, piece, step) => {
@@ -73,7 +74,7 @@ function DecodeExplorer(ui) {
     entry.body.append(it);
     entry.tokens.push({ node: it, step });
   };
-  const admitted = (request) => replay.events.find((event) => event[0] === "admit" && event[2] === request)?.[1] ?? 0;
+  const admitted = (request) => replay.events.find((event) => event[0] === "admit" && event[2] === request)?.[1] ?? Infinity;
 
   /** A token's K and V are in the cache from the step in which the next one was sampled. */
   const chooseToken = (request, position) => {
@@ -116,9 +117,7 @@ function DecodeExplorer(ui) {
       next.hidden = !live;
     },
     update() {
-      const known = replay.events.length;
       replay.events = ui.data.events;
-      replay.add(known);
       stored = recorded(ui);
       buildText();
     },

@@ -112,13 +112,13 @@ class DecodeExplorer(Panel):
         data = self.recorder.data(self.tokenizer)
         numbers = [row[1] for row in data["events"]] or [0]
         shown = numbers[0] if steps is None else numbers[-1]
-        for key in ("play", "step"):
-            self.controls[key].max = numbers[-1]
-            self.controls[key].value = shown
         with self.view.hold_sync():
             for key, value in _traits(data, self.origin, bytes(self.recorder.rows.values)).items():
                 setattr(self.view, key, value)
         self.view.step = shown
+        for key in ("play", "step"):
+            self.controls[key].max = numbers[-1]
+            self.controls[key].value = shown
         if steps is None:
             self.view.token = _first_token(data["events"], shown)
         self._tell()

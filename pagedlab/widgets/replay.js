@@ -1,6 +1,6 @@
 /** Memory at any step of an event list: events are applied forwards, and taken back in reverse order. */
 class Replay extends Memory {
-  constructor(size, events) {
+  constructor(size, events, requests = []) {
     super(size);
     for (let block = 0; block < size.num_blocks; block++) this.free.push(block);
     this.slots = Array.from({ length: size.num_slots }, () => null); // the request in each slot
@@ -10,12 +10,15 @@ class Replay extends Memory {
     this.done = 0;
     this.trail = []; // how to take each applied event back
     this.sequences = new Map(); // request -> index that gives its letter and colour
-    this.add(0);
+    this.meet(requests);
   }
-  /** Learns of events appended from index `from` on. */
-  add(from) {
-    for (const [, , request] of this.events.slice(from)) if (!this.sequences.has(request)) this.sequences.set(request, this.sequences.size);
-    this.last = this.events.length ? this.events[this.events.length - 1][1] : 0;
+  /** Gives each request its letter: the named ones first, then the others as they appear. */
+  meet(requests) {
+    for (const request of [...requests.map(Number), ...this.events.map((event) => event[2])])
+      if (!this.sequences.has(request)) this.sequences.set(request, this.sequences.size);
+  }
+  get last() {
+    return this.events.length ? this.events[this.events.length - 1][1] : 0;
   }
   to(step) {
     while (this.done < this.events.length && this.events[this.done][1] <= step) this.trail.push(this.apply(this.events[this.done++]));
