@@ -1,0 +1,144 @@
+"""Record runs on a GPU for the book: `python tools/record.py decode [FILE]`.
+
+The file goes to book/recordings unless another is named. Pages show it where there is no GPU, and
+tests/test_recorded_decode.py holds it against a run on a CPU.
+"""
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedlab import Engine, Llama, Tokenizer
+from pagedlab.engine import Request
+from pagedlab.recordings import Recording
+from pagedlab.run_recorder import RunRecorder
+
+BOOK = Path(__file__).parent.parent / "book"
+PROMPTS = (
+    "What is the capital of France?",
+    "Why is the sky blue? Answer in one sentence.",
+    "Name three fruits.",
+)
+MAX_NEW_TOKENS = 80
+NUM_SLOTS = 2
+NUM_LOGICAL_BLOCKS = 12  # per layer, for both slots together: the third prompt reuses blocks
+RECORDED_LAYER = 1
+NUM_TOP_LOGITS = 8
+
+
+class LogitsKept:
+    """A model that keeps the largest logits of each row it computes."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        self.rows: list[torch.Tensor] = []  # in the order in which a step asks: decodes, prefills
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def prefill(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = self._model.prefill(*args, **kwargs)
+        self.rows.append(logits)
+        return logits
+
+    def decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = self._model.decode(*args, **kwargs)
+        self.rows.extend(logits)
+        return logits
+
+
+def state(engine: Engine) -> dict[str, Any]:
+    """The tables and the free list after a step, short enough to keep for every step."""
+    running = engine.scheduler.slots
+    return {
+        "seq_lens": [request.num_cached if request else 0 for request in running],
+        "num_free": engine.pool.num_free,
+        "next_free": engine.pool.free_blocks[-4:][::-1],
+        "free_blocks_sha256": sha256(str(engine.pool.free_blocks)),
+        "table_sha256": sha256(str(engine.table.host.tolist())),
+    }
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def record_decode() -> Recording:
+    """The demo model answers three prompts in two slots; the third gets a recycled slot."""
+    tokenizer = Tokenizer.from_checkpoint()
+    model = LogitsKept(Llama.from_checkpoint())
+    warm_up(model)
+    num_blocks = NUM_LOGICAL_BLOCKS * model.config.num_layers
+    engine = Engine(model, num_slots=NUM_SLOTS, num_blocks=num_blocks, max_seq_len=128, events=[])
+    requests = [engine.submit(tokenizer.chat(prompt), MAX_NEW_TOKENS) for prompt in PROMPTS]
+    recorder = RunRecorder(engine, layer=RECORDED_LAYER)
+    states: list[dict[str, Any]] = []
+    top_logits: dict[str, list[Any]] = {str(request.id): [] for request in requests}
+    model.rows.clear()
+    while not recorder.idle:
+        recorder.step()
+        states.append(state(engine))
+        keep_top(model.rows, step_tokens(engine, len(states)), top_logits)
+    engine.check_integrity()
+    data = recorder.data(tokenizer) | {
+        "prompts": PROMPTS,
+        "texts": [answer(tokenizer, request) for request in requests],
+        "states": states,
+        "top_logits": top_logits,
+    }
+    return Recording("decode", data)
+
+
+def warm_up(model: LogitsKept) -> None:
+    """Compile the kernels, so that the recorded times are those of running them."""
+    engine = Engine(model, num_slots=NUM_SLOTS, max_seq_len=128)
+    for _ in range(NUM_SLOTS):
+        engine.submit([1, 2, 3], max_new_tokens=20)
+    engine.run()
+
+
+def step_tokens(engine: Engine, step: int) -> list[Any]:
+    """The token events of one step, in the order of the logits' rows."""
+    return [
+        event for event in engine.events or () if event.step == step and hasattr(event, "token")
+    ]
+
+
+def keep_top(rows: list[torch.Tensor], events: list[Any], kept: dict[str, list[Any]]) -> None:
+    """Move a step's rows of logits into `kept`: per request and token, ids and their logits."""
+    for row, event in zip(rows, events, strict=True):
+        values, ids = row.float().topk(NUM_TOP_LOGITS)
+        logits = [round(value, 3) for value in values.tolist()]
+        kept[str(event.request)].append({"ids": ids.tolist(), "logits": logits})
+    rows.clear()
+
+
+def answer(tokenizer: Tokenizer, request: Request) -> str:
+    return tokenizer.decode(request.tokens)
+
+
+RECORDERS = {"decode": record_decode}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=sorted(RECORDERS))
+    parser.add_argument("file", nargs="?", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("record: expected an NVIDIA GPU, got none")
+    recording = RECORDERS[arguments.what]()
+    path = arguments.file or BOOK / "recordings" / f"{arguments.what}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recording.save(path)
+    print(f"{path}: {path.stat().st_size:,} bytes. {recording.describe()}")
+    for text in recording.data["texts"]:
+        print(f"  {text!r}")
+
+
+if __name__ == "__main__":
+    main()
