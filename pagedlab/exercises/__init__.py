@@ -1,20 +1,20 @@
-"""Checks for the book's exercises: `check("2.3", my_function)` says whether it holds, and if not, where.
+"""Checks for the book's exercises: `check("2.3", my_function)` says whether it holds, or where not.
 
-Each chapter's exercises stand in a file of their own, `ch<number>.py`, with a tuple `EXERCISES`; a new
-file is found by itself.
+Each chapter's exercises stand in a file of their own, `ch<number>.py`, with a tuple `EXERCISES`; a
+new file is found by itself.
 """
 
 import copy
 import dataclasses
 import html
-import importlib
+import importlib.util
 import inspect
 import math
 import numbers
 import pkgutil
 import random
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 RAISED = "it raised "  # how an answer that is an exception is shown
@@ -38,8 +38,8 @@ class Exercise:
         cases: takes a random.Random, gives the arguments of every call: boundaries and random ones.
         idea: what to revisit when an answer is wrong in a way that no confusion explains.
         confusions: wrong answers that are recognised.
-        call: how to get an answer from what the reader hands in, `call(function, *args)`; an exercise on
-            a class or a kernel brings its own.
+        call: how to get an answer from what the reader hands in, `call(function, *args)`; an
+            exercise on a class or a kernel brings its own.
     """
 
     id: str
@@ -53,7 +53,7 @@ class Exercise:
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """What `check` found; true if the exercise holds. Notebooks show it in colour, a terminal as text."""
+    """What `check` found; true if the exercise holds. A notebook shows it in colour."""
 
     id: str
     title: str
@@ -65,7 +65,8 @@ class CheckResult:
 
     def __repr__(self) -> str:
         lines = [f"Exercise {self.id}, {self.title}: {self.status}"]
-        lines += [f"  {label}: {text.replace(chr(10), chr(10) + '    ')}" for label, text in self.details]
+        for label, text in self.details:
+            lines.append(f"  {label}: " + text.replace("\n", "\n    "))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -84,7 +85,7 @@ class CheckResult:
         )
 
 
-def check(id: str, function: Callable, *, seed: int | None = None) -> CheckResult:
+def check(id: str, function: Any, *, seed: int | None = None) -> CheckResult:
     """Try a reader's function on boundary cases and on random ones that are new every time.
 
     Args:
@@ -93,7 +94,8 @@ def check(id: str, function: Callable, *, seed: int | None = None) -> CheckResul
         seed: makes the random cases repeatable.
 
     Returns:
-        CheckResult: with the smallest input that failed, what was expected, what came and what to revisit.
+        CheckResult: with the smallest input that failed, what was expected, what came, and which
+            idea to revisit.
 
     Raises:
         ValueError: no exercise has this id.
@@ -162,7 +164,7 @@ def plain(value: Any) -> Any:
 
 
 def same(expected: Any, got: Any) -> bool:
-    """Equal in kind and value; floats up to rounding."""
+    """Equal in kind and value; floats up to rounding, and one NaN like another."""
     if isinstance(expected, list):
         return (
             isinstance(got, list)
@@ -170,7 +172,10 @@ def same(expected: Any, got: Any) -> bool:
             and all(same(e, g) for e, g in zip(expected, got, strict=True))
         )
     if isinstance(expected, float):
-        return isinstance(got, numbers.Real) and math.isclose(expected, got, rel_tol=1e-5, abs_tol=1e-6)
+        if not isinstance(got, numbers.Real):
+            return False
+        close = math.isclose(expected, got, rel_tol=1e-5, abs_tol=1e-6)
+        return close or (math.isnan(expected) and math.isnan(got))
     if isinstance(expected, int):
         return isinstance(got, int) and expected == got
     return type(got) is type(expected) and bool(expected == got)
@@ -180,7 +185,7 @@ def weight(value: Any) -> float:
     """How large an input is to a reader: the smallest failing one is shown."""
     value = plain(value)
     if isinstance(value, numbers.Real):
-        return abs(value)
+        return abs(float(value))
     if isinstance(value, list):
         return len(value) + sum(weight(item) for item in value)
     if dataclasses.is_dataclass(value):
@@ -204,9 +209,9 @@ def show_arguments(function: Callable, arguments: tuple) -> str:
 def is_stub(function: Any) -> bool:
     """True while a function's body (a class's, one of its methods') is still `...`."""
 
-    def bare(): ...
+    def bare() -> Any: ...
 
-    def described():
+    def described() -> Any:
         """A docstring moves the constant that the code returns."""
 
     function = getattr(function, "fn", function)  # a Triton kernel keeps its function there
@@ -220,10 +225,28 @@ def is_stub(function: Any) -> bool:
     )
 
 
-def _all_exercises() -> dict[str, Exercise]:
-    chapters = sorted(int(module.name.removeprefix("ch")) for module in pkgutil.iter_modules(__path__))
-    modules = [importlib.import_module(f"{__name__}.ch{chapter}") for chapter in chapters]
-    return {exercise.id: exercise for module in modules for exercise in module.EXERCISES}
+class _Exercises(Mapping[str, Exercise]):
+    """Exercises by id, in the book's order; a chapter's file is imported when it is asked for."""
+
+    def __getitem__(self, id: str) -> Exercise:
+        chapter = id.split(".")[0]
+        found = {e.id: e for e in self._of(int(chapter))} if chapter.isdecimal() else {}
+        return found[id]
+
+    def __iter__(self) -> Iterator[str]:
+        names = [module.name.removeprefix("ch") for module in pkgutil.iter_modules(__path__)]
+        for chapter in sorted(int(name) for name in names if name.isdecimal()):
+            yield from (exercise.id for exercise in self._of(chapter))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @staticmethod
+    def _of(chapter: int) -> tuple[Exercise, ...]:
+        name = f"{__name__}.ch{chapter}"
+        if importlib.util.find_spec(name) is None:
+            return ()
+        return importlib.import_module(name).EXERCISES
 
 
-EXERCISES: dict[str, Exercise] = _all_exercises()
+EXERCISES: Mapping[str, Exercise] = _Exercises()

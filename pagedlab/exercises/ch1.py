@@ -199,16 +199,20 @@ EXERCISES = (
         "whose byte is it?",
         owner_of,
         byte_cases,
-        "Divide by the largest unit first, and go on with the remainder: block, section, token, head, lane.",
+        "Divide by the largest unit first and go on with the remainder: block, section, token, "
+        "head, lane.",
         (
             Confusion(
                 "A block is K and V together: divide by block_bytes, not by v_offset.",
                 owner_blocks_of_one_section,
             ),
             Confusion(
-                "Take the section off first: in V, tokens count from 0 again.", owner_token_runs_into_v
+                "Take the section off first: in V, tokens count from 0 again.",
+                owner_token_runs_into_v,
             ),
-            Confusion("A lane is one element: divide by the bytes of an element.", owner_lane_in_bytes),
+            Confusion(
+                "A lane is one element: divide by the bytes of an element.", owner_lane_in_bytes
+            ),
             Confusion(
                 "Tokens are the outer order in a section, heads the inner one.",
                 owner_heads_before_tokens,
@@ -222,7 +226,9 @@ EXERCISES = (
         block_bytes_cases,
         "int32 ends at 2**31 - 1; every byte of the last block must be at most that.",
         (
-            Confusion("int32 has a sign: it ends at 2**31 - 1, not 2**32 - 1.", lambda b: 2**32 // b),
+            Confusion(
+                "int32 has a sign: it ends at 2**31 - 1, not 2**32 - 1.", lambda b: 2**32 // b
+            ),
             Confusion(
                 "The last byte is one less than the number of bytes: 2**31 bytes have addresses "
                 "0 to 2**31 - 1.",

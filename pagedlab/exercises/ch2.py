@@ -10,8 +10,8 @@ from pagedlab.exercises.ch1 import random_layout
 
 
 def random_table(rng: random.Random, num_slots: int, num_layers: int, width: int) -> np.ndarray:
-    """A [slot, layer, logical block] table of distinct blocks, block 0 among them, each row filled from
-    its start and -1 after that."""
+    """A [slot, layer, logical block] table of distinct blocks, block 0 among them; each row is
+    filled from its start and -1 after that."""
     table = np.full((num_slots, num_layers, width), -1, np.int32)
     blocks = list(range(2 * table.size))
     rng.shuffle(blocks)
@@ -66,8 +66,8 @@ def quotient_and_rest_swapped(table, layout, slot, layer, position, kv_head, lan
 
 
 def token_not_reduced(table, layout, slot, layer, position, kv_head, lane):
-    physical_block = table[slot, layer, position // layout.block_size]
-    return None if physical_block == -1 else formula(layout, physical_block, position, kv_head, lane)
+    block = table[slot, layer, position // layout.block_size]
+    return None if block == -1 else formula(layout, block, position, kv_head, lane)
 
 
 def table_skipped(table, layout, slot, layer, position, kv_head, lane):
@@ -149,8 +149,8 @@ def owner_cases(rng: random.Random) -> Iterator[tuple]:
     for _ in range(12):
         shape = rng.choice([(2, 3, 5), (3, 4, 7), (4, 3, 6)])
         table = random_table(rng, *shape)
-        owned = table[table >= 0].tolist()
-        flat, free = table.reshape(-1).tolist(), [b for b in range(2 * table.size) if b not in owned]
+        flat, owned = table.reshape(-1).tolist(), table[table >= 0].tolist()
+        free = [block for block in range(2 * table.size) if block not in owned]
         yield flat, *shape[1:], 0
         yield flat, *shape[1:], owned[-1]
         yield flat, *shape[1:], rng.choice(owned)
@@ -191,11 +191,11 @@ EXERCISES = (
         "from a token to its byte",
         k_byte_of_token,
         token_cases,
-        "Three substitutions in order: position to logical block and token in block, logical to physical "
-        "block, physical block to byte.",
+        "Three substitutions in order: position to logical block and token in block, logical to "
+        "physical block, physical block to byte.",
         (
             Confusion(
-                "-1 says that no block is there; multiplied, it becomes an address before the cache.",
+                "-1 says that no block is there; multiplied, it is an address before the cache.",
                 minus_one_multiplied,
             ),
             Confusion(
@@ -221,8 +221,8 @@ EXERCISES = (
         "the blocks a batch reads",
         blocks_to_read,
         batch_cases,
-        "The table is indexed by the slot, seq_lens by the place in the batch; a last block counts even "
-        "when it is not full.",
+        "The table is indexed by the slot, seq_lens by the place in the batch; a last block counts "
+        "even when it is not full.",
         (
             Confusion(
                 "The table's rows belong to slots: use active_slots[active_slot], not active_slot.",
@@ -252,13 +252,16 @@ EXERCISES = (
         "whose block is it?",
         owner_of_block,
         owner_cases,
-        "A slot spans num_layers * max_blocks_per_seq entries, a layer max_blocks_per_seq: divide by the "
-        "larger first.",
+        "A slot spans num_layers * max_blocks_per_seq entries, a layer max_blocks_per_seq: divide "
+        "by the larger first.",
         (
             Confusion(
-                "A block that stands nowhere has no owner: None, not (0, 0, 0).", free_block_as_zeros
+                "A block that stands nowhere has no owner: None, not (0, 0, 0).",
+                free_block_as_zeros,
             ),
-            Confusion("The outermost index is the slot, then comes the layer.", slots_and_layers_swapped),
+            Confusion(
+                "The outermost index is the slot, then comes the layer.", slots_and_layers_swapped
+            ),
             Confusion(
                 "Within a slot, a layer is max_blocks_per_seq entries long.", divided_by_num_layers
             ),
