@@ -177,7 +177,7 @@ def _row(event: Any) -> list[Any]:
         fields = event._asdict()
         row = [fields.pop("action", "token"), *fields.values()]
     else:
-        row = list(event) if isinstance(event, (list, tuple)) else [event]
+        row = list(event) if event and isinstance(event, (list, tuple)) else [event]
     lengths = dict.fromkeys(BLOCK_ACTIONS, 7) | dict.fromkeys(SLOT_ACTIONS, 5) | {"token": 6}
     whole = all(isinstance(value, int) for value in row[1:])
     if lengths.get(str(row[0])) != len(row) or not whole:

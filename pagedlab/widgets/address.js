@@ -62,7 +62,7 @@ function AddressCalculator(ui) {
         if (byte === written) return;
         follow(locate(layout, byte));
         written = null;
-        shown = signature();
+        shown = `${signature()}.false`;
         ui.draw();
       },
     },
@@ -84,8 +84,9 @@ function AddressCalculator(ui) {
       const beyond = seq_lens && at.position >= seq_lens[at.slot] ? `Position ${at.position} is beyond this sequence's ${plural(seq_lens[at.slot], "token")}: the byte exists, but no kernel reads it.` : null;
       const found = direct ? null : stored(at.slot, at);
       const byte = pane.draw(layout, num_blocks, at, { why, hidden, stored: beyond ?? found ?? (ui.data.stored ? "The value at this address is not recorded." : "") });
-      if (signature() !== shown) {
-        shown = signature();
+      const now = `${signature()}.${hidden}`;
+      if (now !== shown) {
+        shown = now;
         written = unassigned || hidden ? 0 : byte;
         ui.set({ byte: written });
       }
