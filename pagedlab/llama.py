@@ -157,8 +157,9 @@ class Llama:
                 f"ids: expected 1 to {self.config.max_seq_len - start} tokens at position {start},"
                 f" got {len(tokens)}"
             )
-        # Which positions each token attends to: those up to its own.
-        sees = torch.ones(len(tokens), end, dtype=torch.bool, device=self.device).tril(start)
+        mask = None  # from position 0 on, is_causal says it; later chunks also see what is before
+        if start > 0:
+            mask = torch.ones(len(tokens), end, dtype=torch.bool, device=self.device).tril(start)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write(k, v, table, slot, layer, start)
@@ -167,7 +168,7 @@ class Llama:
             # scaled_dot_product_attention takes [batch, heads, num_tokens, head_dim]
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             out = F.scaled_dot_product_attention(
-                q, k, v, sees if start else None, is_causal=start == 0, enable_gqa=True
+                q, k, v, mask, is_causal=mask is None, enable_gqa=True
             )
             return out[0].transpose(0, 1)
 
@@ -221,15 +222,14 @@ class Llama:
 
     def _decoder(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [num_tokens, hidden_size]; attend(layer, q, k, v) owns the cache."""
-        c = self.config
+        c, num_qk_heads = self.config, self.config.num_q_heads + self.config.num_kv_heads
         norm = partial(F.rms_norm, normalized_shape=(c.hidden_size,), eps=c.rms_norm_eps)
         cos, sin = rope_rotation(positions, self.frequencies)
         x = F.embedding(tokens, self.embedding)  # [num_tokens, hidden_size]
         for layer, weights in enumerate(self.layers):
             heads = F.linear(norm(x, weight=weights.attention_norm), weights.qkv)
-            heads = heads.unflatten(1, (-1, c.head_dim))  # q heads, then k heads, then v heads
-            v = heads[:, -c.num_kv_heads :]
-            rotated = rotate(heads[:, : -c.num_kv_heads], cos, sin)
+            heads = heads.view(len(tokens), num_qk_heads + c.num_kv_heads, c.head_dim)
+            rotated, v = rotate(heads[:, :num_qk_heads], cos, sin), heads[:, num_qk_heads:]
             q, k = rotated[:, : c.num_q_heads], rotated[:, c.num_q_heads :]
             attended = attend(layer, q, k, v)  # [num_tokens, num_q_heads, head_dim]
             x = x + F.linear(attended.flatten(1), weights.attention_out)
@@ -282,4 +282,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     [[[-4.0, 3.0]]]
     """
     swapped = x.roll(x.shape[-1] // 2, -1)
-    return (x * cos + swapped * sin).to(x.dtype)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)  # x * cos + swapped * sin
