@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"
+# What the tests' own process set up, and a fresh shell has not.
+DROPPED = ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")
 
 
 def copy_checkout(target: Path) -> Path:
@@ -24,25 +26,31 @@ def copy_checkout(target: Path) -> Path:
     return target
 
 
-def build_book(book: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run `jupyter-book build` on `book` from another directory, as after pip install there.
+def make_environment(folder: Path, *checkouts: Path) -> tuple[Path, dict[str, str]]:
+    """A virtual environment with this one's packages, but pagedlab from `checkouts` or nowhere.
 
-    The environment is one in which requirements.txt was installed from `book`: this one's
-    packages, with pagedlab imported from `book`.
+    Returns its Python and the environment variables to run it with.
     """
-    environment = book.parent / f"{book.name}-environment"
-    if not environment.exists():
-        venv.create(environment)
-        paths = {"base": str(environment), "platbase": str(environment)}
+    if not folder.exists():
+        venv.create(folder)
+        paths = {"base": str(folder), "platbase": str(folder)}
         packages = Path(sysconfig.get_path("purelib", vars=paths))
-        (packages / "book.pth").write_text(f"{book}\n{sysconfig.get_path('purelib')}\n")
-    dropped = ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")
-    variables = {name: value for name, value in os.environ.items() if name not in dropped}
-    bin_folder = environment / ("Scripts" if os.name == "nt" else "bin")
+        # Added as plain folders: an editable install of pagedlab among the packages stays inactive.
+        lines = [*map(str, checkouts), sysconfig.get_path("purelib")]
+        (packages / "packages.pth").write_text("\n".join(lines) + "\n")
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    variables = {name: value for name, value in os.environ.items() if name not in DROPPED}
+    return python, variables | {"NO_COLOR": "1"}
+
+
+def build_book(book: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `jupyter-book build` on `book` from another directory, as after pip install there."""
+    environment = book.parent / f"{book.name}-environment"
+    python, variables = make_environment(environment, book)
     return subprocess.run(
-        [bin_folder / "python", "-c", JUPYTER_BOOK, "build", *options, str(book)],
+        [python, "-c", JUPYTER_BOOK, "build", *options, str(book)],
         cwd=environment,
-        env=variables | {"NO_COLOR": "1"},
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
