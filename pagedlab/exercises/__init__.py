@@ -188,6 +188,8 @@ def weight(value: Any) -> float:
         return abs(float(value))
     if isinstance(value, list):
         return len(value) + sum(weight(item) for item in value)
+    if isinstance(value, str | bytes):
+        return len(value)
     if dataclasses.is_dataclass(value):
         return sum(weight(getattr(value, field.name)) for field in dataclasses.fields(value))
     return 0
