@@ -35,6 +35,7 @@ _MODULE_OF = {
     "Llama": "llama",
     "LlamaConfig": "llama",
     "Tokenizer": "tokenizer",
+    "Detokenizer": "tokenizer",
     "Engine": "engine",
     "Request": "engine",
     "show": "source",
@@ -47,6 +48,7 @@ _MODULE_OF = {
 }
 _SUBMODULES = {module.split(".")[0] for module in _MODULE_OF.values()} | {
     "checkpoint",
+    "demo_model",
     "exercises",
     "recordings",
     "reference",

@@ -13,7 +13,7 @@ from torch import Tensor
 from pagedlab import checkpoint
 from pagedlab.attention import attention_plan, paged_attention
 from pagedlab.block_table import BlockTable
-from pagedlab.checkpoint import LlamaConfig
+from pagedlab.checkpoint import LlamaConfig, expect
 from pagedlab.kv_cache import PagedKVCache
 from pagedlab.layout import KVLayout
 
@@ -151,12 +151,9 @@ class Llama:
                 a missing block.
         """
         tokens = self._token_ids(ids)
-        end = start + len(tokens)
-        if len(tokens) == 0 or end > self.config.max_seq_len:
-            raise ValueError(
-                f"ids: expected 1 to {self.config.max_seq_len - start} tokens at position {start},"
-                f" got {len(tokens)}"
-            )
+        end, room = start + len(tokens), self.config.max_seq_len - start
+        fits = 1 <= len(tokens) <= room
+        expect(fits, "ids", f"1 to {room} tokens at position {start}", len(tokens))
         mask = None  # from position 0 on, is_causal says it; later chunks also see what is before
         if start > 0:
             mask = torch.ones(len(tokens), end, dtype=torch.bool, device=self.device).tril(start)
@@ -167,9 +164,8 @@ class Llama:
                 k, v = cache.gather(table, slot, layer, end)
             # scaled_dot_product_attention takes [batch, heads, num_tokens, head_dim]
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, enable_gqa=True
-            )
+            whole = mask is None
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=True)
             return out[0].transpose(0, 1)
 
         x = self._decoder(tokens, torch.arange(start, end, device=self.device), attend)
@@ -215,9 +211,9 @@ class Llama:
         tokens = torch.as_tensor(ids, dtype=torch.int64)
         if tokens.device.type == "cpu" and len(tokens):
             low, high = (int(bound) for bound in tokens.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
-                last = self.config.vocab_size - 1
-                raise ValueError(f"ids: expected token ids from 0 to {last}, got {low} to {high}")
+            last = self.config.vocab_size - 1
+            known = low >= 0 and high <= last
+            expect(known, "ids", f"token ids from 0 to {last}", f"{low} to {high}")
         return tokens.to(self.device)
 
     def _decoder(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -45,11 +45,6 @@ class Tokenizer:
         """The tokenizer of a folder, a hub id, or with no name the demo model."""
         return cls(checkpoint.locate(name))
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, the special ones included."""
-        return self.backend.get_vocab_size()
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it stands; nothing is put around it."""
         return self.backend.encode(text, add_special_tokens=False).ids
