@@ -154,7 +154,7 @@ class Recorder:
             handle = args[pointer_at]
             mask = np.ones(handle.data.shape, bool)
             if mask_at is not None:
-                mask &= np.asarray(getattr(args[mask_at], "data", args[mask_at]))
+                mask = np.asarray(getattr(args[mask_at], "data", args[mask_at])).astype(bool)
             where = self.locate(handle.data, mask, kind)
             real = dataclasses.replace(handle, data=handle.data & ADDRESS)
             result = operation(*args[:pointer_at], real, *args[pointer_at + 1 :], **kwargs)

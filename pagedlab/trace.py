@@ -24,8 +24,8 @@ from pagedlab.source import Source, show
 class Trace:
     """What `step` recorded.
 
-    outputs: the tensor arguments that the program wrote to, as they are afterwards. as_float32: the
-    arguments that were stepped in float32. truncated: the program was stopped after max_steps.
+    shapes: of the tensor arguments. as_float32: those that were stepped in float32. outputs: those
+    that the program wrote to, as they are afterwards. truncated: it was stopped after max_steps.
     error: one line if the kernel failed; the last step is then where it did.
     """
 
@@ -33,6 +33,7 @@ class Trace:
     source: Source
     grid: tuple[int, ...]
     program: tuple[int, ...]
+    shapes: dict[str, list[int]]
     as_float32: list[str]
     steps: list[Step] = dataclasses.field(default_factory=list)
     outputs: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -81,7 +82,7 @@ def step(
     grid: Any,
     *args: Any,
     program: int | tuple[int, ...] = 0,
-    max_steps: int = 50_000,
+    max_steps: int = 100_000,
     **kwargs: Any,
 ) -> Trace:
     """Run one program of `kernel[grid](*args, **kwargs)` and record every statement.
@@ -108,7 +109,8 @@ def step(
     if not all(0 <= index < size for index, size in zip(at, dims, strict=True)):
         raise ValueError(f"program: expected one inside the grid {dims}, got {at}")
     tensors, as_float32 = _copy({k: v for k, v in bound.items() if isinstance(v, torch.Tensor)})
-    trace = Trace(inner.fn.__name__, show(inner), dims, at, as_float32)
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    trace = Trace(inner.fn.__name__, show(inner), dims, at, shapes, as_float32)
     job = (inner, trace, bound | tensors, max_steps)
     if {type(inner).__name__, type(tl.sum).__name__} == {"InterpretedFunction"}:
         return _record(*job)

@@ -4,6 +4,14 @@ from pagedlab.widgets.address import AddressCalculator
 from pagedlab.widgets.blocks import BlockTableView
 from pagedlab.widgets.charts import Chart
 from pagedlab.widgets.decode import DecodeExplorer
+from pagedlab.widgets.kernel_stepper import KernelStepper
 from pagedlab.widgets.timeline import RecyclingTimeline
 
-__all__ = ["AddressCalculator", "BlockTableView", "Chart", "DecodeExplorer", "RecyclingTimeline"]
+__all__ = [
+    "AddressCalculator",
+    "BlockTableView",
+    "Chart",
+    "DecodeExplorer",
+    "KernelStepper",
+    "RecyclingTimeline",
+]
