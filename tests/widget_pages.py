@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 from ipywidgets.embed import dependency_state, embed_snippet
+from nbformat import NotebookNode
 from playwright.sync_api import Locator, Page
 
 from pagedlab._sphinx import bring_assets
 from pagedlab.widgets.base import Panel
 
+VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
+STATE_TYPE = "application/vnd.jupyter.widget-state+json"
 STATIC = Path(__file__).parents[1] / "book/_static"
 PAGE = """<!doctype html>
 <html lang="en" data-theme="light">
@@ -41,6 +45,22 @@ def write_page(folder: Path, name: str, *panels: Panel) -> str:
     snippet = embed_snippet(panels, state=state, requirejs=False, embed_url="none")
     snippet = re.sub(r'<script[^>]*src="none"[^>]*></script>', "", snippet)
     (folder / f"{name}.html").write_text(PAGE % snippet)
+    return f"{name}.html"
+
+
+def write_executed(folder: Path, name: str, notebook: NotebookNode) -> str:
+    """The widgets of an executed notebook, as a page without its kernel; returns the file name."""
+    views = [
+        output.data[VIEW_TYPE]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if VIEW_TYPE in output.get("data", {})
+    ]
+    state = notebook.metadata.widgets[STATE_TYPE]
+    scripts = [f'<script type="{VIEW_TYPE}">{json.dumps(view)}</script>' for view in views]
+    text = json.dumps(state).replace("</", "<\\/")
+    scripts.append(f'<script type="{STATE_TYPE}">{text}</script>')
+    (folder / f"{name}.html").write_text(PAGE % "\n".join(scripts))
     return f"{name}.html"
 
 

@@ -245,6 +245,7 @@ function host(create) {
         parts.predictor.after();
       },
     };
+    root.pagedlab = ui; // for scripts of the page: element.pagedlab.set({ token: 17 })
     const soon = () => {
       if (touched) {
         clearTimeout(timer);

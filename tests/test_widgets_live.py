@@ -1,0 +1,244 @@
+"""The widgets with a live kernel in JupyterLab, and made with the versions that Colab has."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from book_build import ROOT
+from conftest import serve
+from nbclient import NotebookClient
+from playwright.sync_api import Page, expect
+from widget_pages import enter, numbers, panel, prepare, value, write_executed
+
+from pagedlab import LLAMA_3_2_1B, Engine
+
+pytestmark = pytest.mark.browser
+
+COLAB = (  # what a Colab runtime had in August 2026, and what only ipywidgets 7 needs beside it
+    "ipywidgets==7.7.1",
+    "plotly==5.24.1",
+    "anywidget==0.9.21",
+    "numpy==2.1.3",
+    "widgetsnbextension==3.6.10",
+    "jupyterlab_widgets==1.1.11",
+    "ipython_genutils==0.2.0",
+    "tenacity==9.1.2",
+)
+ENGINE = """
+import pagedlab
+from pagedlab import Engine, Llama, LlamaConfig
+config = LlamaConfig(hidden_size=48, intermediate_size=64, num_layers=2, num_q_heads=4,
+                     num_kv_heads=2, head_dim=16, vocab_size=50, max_seq_len=64)
+engine = Engine(Llama.random(config, seed=3), num_blocks=24, block_size=4, events=[])
+for prompt in ([7, 8, 9], [1, 2, 3, 4, 5, 6], [5, 5]):
+    request = engine.submit(prompt, 8)
+"""
+CELLS = (
+    f"{ENGINE}\nlive = pagedlab.DecodeExplorer(engine)\nlive",
+    "calculator = pagedlab.AddressCalculator(pagedlab.LLAMA_3_2_1B)\ncalculator",
+    "calculator.view.lane, calculator.view.byte",
+    "calculator.controls['kv_head'].value = 5",
+)
+SHOWN = (
+    f"{ENGINE}\npagedlab.DecodeExplorer(engine).run()",
+    "pagedlab.AddressCalculator(pagedlab.LLAMA_3_2_1B)",
+    "pagedlab.BlockTableView(engine.table, engine.pool)",
+    "pagedlab.RecyclingTimeline(engine.events, 24)",
+    "import plotly.graph_objects as go\n"
+    "pagedlab.Chart(go.Figure(go.Bar(y=[1, 2])), alt='two bars', frames={'a': [go.Bar(y=[2, 1])]})",
+    "import anywidget, ipywidgets, numpy, plotly\n"
+    "*(it.__version__ for it in (anywidget, ipywidgets, numpy, plotly)),",
+)
+CHAPTERS = [
+    path
+    for path in sorted((ROOT / "book").glob("[0-9]*.ipynb"))
+    if "AddressCalculator(" in path.read_text() or "BlockTableView(" in path.read_text()
+]
+
+
+def notebook(*cells: str) -> nbformat.NotebookNode:
+    made = nbformat.v4.new_notebook()
+    made.cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in cells]
+    made.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return made
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A JupyterLab server of this environment: its address and its folder."""
+    folder, home = tmp_path_factory.mktemp("lab"), tmp_path_factory.mktemp("home")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {
+        "ServerApp.token": "",
+        "ServerApp.root_dir": str(folder),
+        "ServerApp.port_retries": 0,
+        "LabApp.news_url": "",
+        "LabApp.check_for_updates_class": "jupyterlab.NeverCheckForUpdate",
+    }
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    folders = {name: str(home) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "HOME")}
+    variables = os.environ | folders | {"PYTHONPATH": str(ROOT)}
+    with (home / "log").open("w") as log:
+        server = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"{address}/api").close()
+                break
+            except OSError:
+                assert server.poll() is None, (home / "log").read_text()
+                time.sleep(0.5)
+        yield address, folder
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def test_widgets_in_jupyterlab_follow_kernel_and_reader(lab: tuple[str, Path], page: Page) -> None:
+    address, folder = lab
+    nbformat.write(notebook(*CELLS), folder / "live.ipynb")
+    page.set_viewport_size({"width": 1280, "height": 2600})
+    page.goto(f"{address}/lab/tree/live.ipynb")
+    cells = page.locator(".jp-CodeCell")
+    expect(cells).to_have_count(len(CELLS), timeout=60_000)
+
+    def run_cell(index: int) -> None:
+        cells.nth(index).locator(".cm-content").click()
+        page.keyboard.press("ControlOrMeta+Enter")
+
+    run_cell(0)
+    explorer = cells.nth(0).locator(".pagedlab")
+    button = explorer.get_by_role("button", name="Next token")
+    expect(button).to_be_visible(timeout=60_000)
+    names: dict = {}
+    exec(ENGINE, names)
+    engine: Engine = names["engine"]
+    for step in range(1, 6):
+        button.click()
+        engine.step()
+        expect(explorer.locator(".pl-caption")).to_contain_text(f"Step {step}.")
+        expect(explorer.locator(".pl-stack b").first).to_have_text(str(engine.pool.free_blocks[-1]))
+        running = engine.scheduler.running[0]
+        expect(explorer.locator(".pl-text-head").nth(running.id)).to_contain_text(
+            f"slot {running.slot}, {running.num_cached} tokens cached"
+        )
+        position = running.num_cached - 1
+        expect(explorer.locator('[data-value="logical"]')).to_contain_text(f"{position} // 4")
+        assert value(explorer, "view").endswith("✓ equal")
+    enter(explorer, "step", 2)
+    expect(explorer.locator(".pl-caption")).to_contain_text("Step 2.")
+
+    run_cell(1)
+    calculator = cells.nth(1).locator(".pagedlab")
+    lane = random.randrange(64)
+    enter(calculator, "lane", lane)
+    byte = LLAMA_3_2_1B.k_address(3, 1, 0, lane)
+    expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {byte:,}")
+    for _ in range(10):  # what the reader did reaches the kernel in messages of its own
+        run_cell(2)
+        page.wait_for_timeout(500)
+        if (
+            cells.nth(2).locator(".jp-OutputArea-output").inner_text().strip()
+            == f"({lane}, {byte})"
+        ):
+            break
+    else:
+        pytest.fail("the kernel does not see the reader's lane and byte")
+    run_cell(3)
+    moved = LLAMA_3_2_1B.k_address(3, 1, 5, lane)
+    expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {moved:,}")
+    handle = calculator.locator(".noUi-handle").last
+    handle.focus()
+    page.keyboard.press("ArrowLeft" if lane else "ArrowRight")
+    assert handle.get_attribute("aria-label") == "lane"
+    other = LLAMA_3_2_1B.k_address(3, 1, 5, lane - 1 if lane else 1)
+    expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {other:,}")
+
+
+@pytest.fixture(scope="module")
+def colab() -> Path:
+    """A folder that, first on the path, stands in for Colab's versions; made once per checkout."""
+    folder = ROOT / "build" / "colab"
+    made = folder / "made"
+    if not made.exists() or made.read_text() != str(COLAB):
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*command, f"--target={folder}", *COLAB], check=True)
+        made.write_text(str(COLAB))
+    return folder
+
+
+@pytest.fixture
+def execute(colab: Path, monkeypatch: pytest.MonkeyPatch):
+    def run(book: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(colab), str(ROOT))))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        options = {"timeout": 300, "kernel_name": "python3", "store_widget_state": True}
+        NotebookClient(book, resources={"metadata": {"path": str(folder)}}, **options).execute()
+        return book
+
+    return run
+
+
+def test_widgets_made_with_colabs_versions_work(
+    execute, colab: Path, page: Page, tmp_path: Path
+) -> None:
+    book = execute(notebook(*SHOWN), tmp_path)
+    versions = book.cells[-1].outputs[0].data["text/plain"]
+    assert [
+        f"{name}=={it}"
+        for name, it in zip(
+            ("anywidget", "ipywidgets", "numpy", "plotly"), eval(versions), strict=True
+        )
+    ] == sorted(COLAB[:4])
+    assert "two bars" in book.cells[-2].outputs[0].data["text/html"]
+    prepare(tmp_path)
+    front_end = colab / "anywidget/nbextension/index.js"
+    shutil.copyfile(front_end, tmp_path / "static/vendor/anywidget.js")
+    server, url = serve(tmp_path)
+    try:
+        page.goto(f"{url}/{write_executed(tmp_path, 'colab', book)}")
+        names: dict = {}
+        exec(ENGINE, names)
+        engine: Engine = names["engine"]
+        explorer = panel(page)
+        for step in range(1, 8):
+            engine.step()
+            enter(explorer, "step", step)
+            expect(explorer.locator(".pl-caption")).to_contain_text(f"Step {step}.")
+            top = str(engine.pool.free_blocks[-1])
+            expect(explorer.locator(".pl-stack b").first).to_have_text(top)
+        calculator = panel(page, 1)
+        enter(calculator, "physical block", 65_535)
+        enter(calculator, "lane", 63)
+        byte = LLAMA_3_2_1B.k_address(65_535, 1, 0, 63)
+        expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {byte:,}")
+        enter(panel(page, 2), "layer", 1)
+        expect(panel(page, 2).locator(".pl-caption")).to_contain_text("block_table[0, 1, 0]")
+        panel(page, 3).locator(".widget-play button").first.click()
+        expect(panel(page, 3).locator(".pl-caption")).to_contain_text("Step 3.")
+        assert numbers(panel(page, 3).locator(".pl-caption").inner_text())[0] == 3
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_chapters_with_widgets_run_with_colabs_versions(execute, chapter: Path) -> None:
+    book = execute(nbformat.read(chapter, as_version=4), ROOT / "book")
+    assert book.metadata.widgets
