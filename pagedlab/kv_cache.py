@@ -3,7 +3,6 @@
 from functools import cache as cached
 from importlib.util import find_spec
 
-import numpy as np
 import torch
 
 from pagedlab.block_table import BlockTable
@@ -97,18 +96,26 @@ class PagedKVCache:
                 logical block that is unassigned; nothing is written.
         """
         self._expect_tokens(k, v, table, layer)
-        expect_in_range("start", start, table.max_blocks_per_seq * self.layout.block_size + 1)
-        slots = np.full(k.shape[0], slot)
-        blocks, tokens = self._places(table, slots, layer, start + np.arange(k.shape[0]))
-        if k.shape[0] == 0:
-            return
+        capacity = table.max_blocks_per_seq * self.layout.block_size
+        expect_in_range("start", start, capacity + 1)
+        end = start + k.shape[0]
+        blocks = self._blocks(table, slot, layer, start, end)
         if self.buffer.is_cuda and has_triton():
             from pagedlab.kernels.write_kv import write_kv
 
-            table.sync(layer)
-            write_kv(k, v, self.buffer, table.device, layer, self.layout, slot=slot, start=start)
-        else:
-            self._scatter(k, v, blocks, tokens)
+            if end > start:
+                table.sync(layer)
+                write_kv(
+                    k, v, self.buffer, table.device, layer, self.layout, slot=slot, start=start
+                )
+            return
+        token_in_block = start % self.layout.block_size
+        for block in blocks:
+            room = self.layout.block_size - token_in_block
+            stop = token_in_block + min(room, k.shape[0])
+            self.blocks[block, 0, token_in_block:stop] = k[:room]
+            self.blocks[block, 1, token_in_block:stop] = v[:room]
+            k, v, token_in_block = k[room:], v[room:], 0
 
     def append(
         self,
@@ -150,11 +157,15 @@ class PagedKVCache:
                 active_slots=active_slots,
             )
             return
-        lengths, slots = seq_lens.cpu().numpy(), active_slots.cpu().numpy()
-        if not lengths.all():
-            alive = torch.from_numpy(lengths != 0).to(k.device)
-            k, v, lengths, slots = k[alive], v[alive], lengths[lengths != 0], slots[lengths != 0]
-        self._scatter(k, v, *self._places(table, slots, layer, lengths - 1))
+        places = []
+        rows = zip(seq_lens.tolist(), active_slots.tolist(), strict=True)
+        for row, (seq_len, slot) in enumerate(rows):
+            if seq_len != 0:
+                (block,) = self._blocks(table, slot, layer, seq_len - 1, seq_len)
+                places.append((row, block, (seq_len - 1) % self.layout.block_size))
+        for row, block, token_in_block in places:
+            self.blocks[block, 0, token_in_block] = k[row]
+            self.blocks[block, 1, token_in_block] = v[row]
 
     def gather(
         self, table: BlockTable, slot: int, layer: int, num_tokens: int
@@ -165,11 +176,8 @@ class PagedKVCache:
             ValueError: a slot, layer or length outside the table, or an unassigned block.
         """
         expect_in_range("layer", layer, table.num_layers)
-        capacity = table.max_blocks_per_seq * self.layout.block_size
-        expect_in_range("num_tokens", num_tokens, capacity + 1)
-        first_tokens = np.arange(0, num_tokens, self.layout.block_size)
-        blocks, _ = self._places(table, np.full(len(first_tokens), slot), layer, first_tokens)
-        k, v = self.gather_blocks(blocks.to(self.buffer.device))
+        blocks = self._blocks(table, slot, layer, 0, num_tokens)
+        k, v = self.gather_blocks(torch.tensor(blocks, dtype=torch.int64).to(self.buffer.device))
         return k[:num_tokens], v[:num_tokens]
 
     def gather_blocks(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,32 +211,21 @@ class PagedKVCache:
             )
         expect_in_range("layer", layer, table.num_layers)
 
-    def _places(
-        self, table: BlockTable, slots: np.ndarray, layer: int, positions: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Physical block and token in block of each (slot, position), every one of them checked."""
+    def _blocks(self, table: BlockTable, slot: int, layer: int, start: int, end: int) -> list[int]:
+        """The physical blocks that hold positions start to end - 1 of a slot, each one checked."""
         capacity = table.max_blocks_per_seq * self.layout.block_size
-        for name, values, stop in (
-            ("slot", slots, table.num_slots),
-            ("position", positions, capacity),
-        ):
-            outside = values[(values < 0) | (values >= stop)]
-            if outside.size:
-                raise ValueError(f"{name}: expected 0 <= {name} < {stop}, got {outside[0]}")
-        logical_blocks, tokens = np.divmod(positions, self.layout.block_size)
-        blocks = table.host[slots, layer, logical_blocks].astype(np.int64)
-        bad = np.flatnonzero((blocks < 0) | (blocks >= self.num_blocks))
-        if bad.size:
-            entry = f"{slots[bad[0]]}, {layer}, {logical_blocks[bad[0]]}"
-            raise ValueError(
-                f"block_table[{entry}]: expected a block of the cache (0 to {self.num_blocks - 1}),"
-                f" got {blocks[bad[0]]}"
-            )
-        return torch.from_numpy(blocks), torch.from_numpy(tokens.astype(np.int64))
-
-    def _scatter(
-        self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor
-    ) -> None:
-        blocks, tokens = blocks.to(self.buffer.device), tokens.to(self.buffer.device)
-        self.blocks[blocks, 0, tokens] = k
-        self.blocks[blocks, 1, tokens] = v
+        expect_in_range("slot", slot, table.num_slots)
+        if start < 0 or end > capacity:
+            outside = start if start < 0 else end - 1
+            raise ValueError(f"position: expected 0 <= position < {capacity}, got {outside}")
+        if end == start:
+            return []
+        first = start // self.layout.block_size
+        blocks = table.host[slot, layer, first : -(-end // self.layout.block_size)].tolist()
+        for logical_block, block in enumerate(blocks, start=first):
+            if not 0 <= block < self.num_blocks:
+                raise ValueError(
+                    f"block_table[{slot}, {layer}, {logical_block}]: expected a block of the cache"
+                    f" (0 to {self.num_blocks - 1}), got {block}"
+                )
+        return blocks

@@ -175,7 +175,7 @@ def rows(*values):
         ),
         (
             lambda c, t, k: c.gather(t, 0, 0, 21),
-            "num_tokens: expected 0 <= num_tokens < 21, got 21",
+            "position: expected 0 <= position < 20, got 20",
         ),
     ],
 )

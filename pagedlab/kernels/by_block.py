@@ -4,21 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedlab.kernels.launch import RUNTIME_INTEGERS, attention_arguments
 from pagedlab.layout import KVLayout
 
 
-@triton.jit(
-    do_not_specialize=[
-        "layer",
-        "num_slots",
-        "num_blocks",
-        "max_blocks_per_seq",
-        "stride_q",
-        "stride_out",
-        "stride_slot",
-        "stride_layer",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def by_block_kernel(
     q_ptr,  # [num_active, num_q_heads, head_dim], row stride stride_q
     cache_ptr,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
@@ -100,28 +90,9 @@ def by_block(
     scale: float,
 ) -> None:
     """Launch by_block_kernel over (active_slot, q_head), one block of tokens at a time."""
-    num_active, num_q_heads, _ = q.shape
-    lanes = triton.next_power_of_2(layout.head_dim)
-    by_block_kernel[(num_active, num_q_heads)](
-        q,
-        cache,
-        block_table,
-        seq_lens,
-        active_slots,
-        out,
-        layer,
-        scale,
-        block_table.shape[0],
-        cache.numel() * cache.itemsize // layout.block_bytes,
-        block_table.shape[2],
-        q.stride(0),
-        out.stride(0),
-        block_table.stride(0),
-        block_table.stride(1),
-        BLOCK_SIZE=layout.block_size,
-        NUM_KV_HEADS=layout.num_kv_heads,
-        HEAD_DIM=layout.head_dim,
-        LANES=lanes,
-        GROUP_SIZE=num_q_heads // layout.num_kv_heads,
-        num_warps=min(16, max(1, layout.block_size * lanes // 1024)),
+    arguments = attention_arguments(
+        q, cache, block_table, seq_lens, active_slots, layer, layout, out, scale
     )
+    lanes = triton.next_power_of_2(layout.head_dim)
+    num_warps = min(16, max(1, layout.block_size * lanes // 1024))
+    by_block_kernel[q.shape[:2]](**arguments, LANES=lanes, num_warps=num_warps)

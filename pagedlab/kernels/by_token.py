@@ -4,21 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedlab.kernels.launch import RUNTIME_INTEGERS, attention_arguments
 from pagedlab.layout import KVLayout
 
 
-@triton.jit(
-    do_not_specialize=[
-        "layer",
-        "num_slots",
-        "num_blocks",
-        "max_blocks_per_seq",
-        "stride_q",
-        "stride_out",
-        "stride_slot",
-        "stride_layer",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def by_token_kernel(
     q_ptr,  # [num_active, num_q_heads, head_dim], row stride stride_q
     cache_ptr,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
@@ -107,27 +97,8 @@ def by_token(
     halvings = layout.head_dim.bit_length() - 1
     if layout.head_dim != 1 << halvings:
         raise ValueError(f"by_token: expected head_dim a power of two, got {layout.head_dim}")
-    num_active, num_q_heads, _ = q.shape
-    by_token_kernel[(num_active, num_q_heads)](
-        q,
-        cache,
-        block_table,
-        seq_lens,
-        active_slots,
-        out,
-        layer,
-        scale,
-        block_table.shape[0],
-        cache.numel() * cache.itemsize // layout.block_bytes,
-        block_table.shape[2],
-        q.stride(0),
-        out.stride(0),
-        block_table.stride(0),
-        block_table.stride(1),
-        BLOCK_SIZE=layout.block_size,
-        NUM_KV_HEADS=layout.num_kv_heads,
-        HEAD_DIM=layout.head_dim,
-        GROUP_SIZE=num_q_heads // layout.num_kv_heads,
-        HALVINGS=halvings,
-        num_warps=max(1, layout.head_dim // 32),
+    arguments = attention_arguments(
+        q, cache, block_table, seq_lens, active_slots, layer, layout, out, scale
     )
+    num_warps = max(1, layout.head_dim // 32)
+    by_token_kernel[q.shape[:2]](**arguments, HALVINGS=halvings, num_warps=num_warps)

@@ -4,23 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedlab.kernels.launch import RUNTIME_INTEGERS
 from pagedlab.layout import KVLayout
 
 
-@triton.jit(
-    do_not_specialize=[
-        "layer",
-        "num_slots",
-        "num_blocks",
-        "max_blocks_per_seq",
-        "slot",
-        "start",
-        "stride_k",
-        "stride_v",
-        "stride_slot",
-        "stride_layer",
-    ]
-)
+@triton.jit(do_not_specialize=[*RUNTIME_INTEGERS, "slot", "start"])
 def write_kv_kernel(
     k_ptr,  # [num_tokens, num_kv_heads, head_dim], row stride stride_k
     v_ptr,  # the same shape, row stride stride_v
