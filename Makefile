@@ -27,8 +27,10 @@ lint: $(READY)  ## ruff check and format, mypy on the package
 notebooks: $(READY)  ## write the Colab notebooks from the chapters
 	$(BIN)/python tools/notebooks.py
 
-bench: $(READY)  ## measure the engine against transformers on this machine's CPU
-	$(BIN)/python benchmarks/engine.py
+bench: $(READY) browser  ## measure engine and widgets on this machine; the kernels where it has a GPU
+	$(BIN)/python benchmarks/engine_cpu.py
+	$(BIN)/python benchmarks/widgets.py
+	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python benchmarks/attention.py
 
 record: $(READY)  ## record the decode shown in the book; needs an NVIDIA GPU
 	$(BIN)/python tools/record.py decode
