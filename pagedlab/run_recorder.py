@@ -14,7 +14,7 @@ from pagedlab.layout import KVLayout
 from pagedlab.recordings import encode_events
 from pagedlab.tokenizer import Detokenizer, Tokenizer
 
-MAX_ROW_BYTES = 256 * 1024  # of cache bytes that travel with one widget or recording
+MAX_ROW_BYTES = 256 * 1024  # that travel with one widget or recording
 
 
 class RunRecorder:

@@ -8,7 +8,7 @@ import traitlets
 from pagedlab.block_table import BlockTable
 from pagedlab.kv_cache import PagedKVCache
 from pagedlab.layout import KVLayout, ModelLayout
-from pagedlab.run_recorder import CacheRows, layout_data, table_size
+from pagedlab.run_recorder import MAX_ROW_BYTES, CacheRows, layout_data, table_size
 from pagedlab.widgets.base import Panel, View, choice, complain, css, esm, number_box, slider
 
 SECTIONS = ("K", "V")
@@ -42,8 +42,8 @@ class AddressCalculator(Panel):
     Args:
         layout: how a block lies in memory.
         table: the block table to look positions up in.
-        cache: the cache whose bytes are shown at the address; needs a table. As many layers travel
-            with the widget as fit into 256 KiB, the shown one first; elsewhere the value is
+        cache: the cache whose bytes are shown at the address; needs a table. As much travels with
+            the widget as fits into 256 KiB, the shown layer and slot first; elsewhere the value is
             "not recorded".
         seq_lens: tokens of each slot, int [num_slots]; by default whatever the table's blocks hold.
         num_blocks: blocks of the cache, where neither cache nor layout says.
@@ -123,10 +123,10 @@ def _address_view(
             "token": table.max_blocks_per_seq * layout.block_size,
         }
         if cache is not None:
-            rows = CacheRows(cache)
-            first = here.get("layer", 0)
-            for layer in sorted(range(table.num_layers), key=lambda layer: layer != first):
-                for slot in range(table.num_slots):
+            itemsize = layout.dtype.itemsize
+            rows = CacheRows(cache, MAX_ROW_BYTES * itemsize // (itemsize + 4))  # 4: of a float32
+            for layer in first_to_last(here.get("layer", 0), table.num_layers):
+                for slot in first_to_last(here.get("slot", 0), table.num_slots):
                     length = None if seq_lens is None else int(seq_lens[slot])
                     rows.add_slot(table, slot, layer, length)
             data["stored"] = {"rows": rows.index}
@@ -140,6 +140,11 @@ def _address_view(
     view = AddressView(data=data, **buffers, **here)
     view.byte = _byte(view, layout, table)
     return view
+
+
+def first_to_last(first: int, stop: int) -> list[int]:
+    """0 to stop - 1, `first` in front."""
+    return sorted(range(stop), key=lambda number: number != first)
 
 
 def _byte(view: AddressView, layout: KVLayout, table: BlockTable | None) -> int:

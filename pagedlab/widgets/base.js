@@ -35,7 +35,8 @@ function put(element, text, attributes = {}) {
   return element;
 }
 
-const number = (value) => value.toLocaleString("en-US");
+const FORMAT = new Intl.NumberFormat("en-US");
+const number = (value) => FORMAT.format(value);
 const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 const clamp = (value, [low, high]) => Math.min(Math.max(value, low), high);
 
@@ -74,13 +75,15 @@ function lighting(root) {
   const wires = node("svg:svg", { class: "pl-wires", "aria-hidden": "true" });
   root.append(wires);
   let lit = null;
+  let found = [];
   const light = (key) => {
     if (key === lit) return;
     lit = key;
-    for (const old of root.querySelectorAll(".pl-lit")) old.classList.remove("pl-lit");
+    for (const old of found) old.classList.remove("pl-lit");
     wires.replaceChildren();
+    found = [];
     if (!key) return;
-    const found = [...root.querySelectorAll(`[data-key="${CSS.escape(key)}"]`)].filter((it) => it.getClientRects().length);
+    found = [...root.querySelectorAll(`[data-key="${CSS.escape(key)}"]`)].filter((it) => it.getClientRects().length);
     for (const it of found) it.classList.add("pl-lit");
     const box = root.getBoundingClientRect();
     const centre = (it) => {

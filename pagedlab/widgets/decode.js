@@ -34,10 +34,12 @@ function DecodeExplorer(ui) {
 
   const capacity = size.max_blocks_per_seq * layout.block_size;
   const choose = (slot, token) => ui.set({ slot, token: clamp(token, [0, capacity - 1]) });
-  const requests = new Map(); // request -> {card, head, tokens: [{node, step}], shown}
-  roving(text, () => [...text.querySelectorAll("[data-item]:not([hidden])")]);
+  const requests = new Map(); // request -> {card, state, body, tokens: [{node, step}], prompt, known}
+  let marked = null; // the chosen token
+  let stop = text; // what the tab key reaches among the tokens
+  roving(text, () => [...text.querySelectorAll("[data-item]:not(.pl-future)")]);
   text.addEventListener("click", (event) => {
-    const at = event.target.closest("[data-item]");
+    const at = event.target.closest("[data-item]:not(.pl-future)");
     if (at) chooseToken(Number(at.dataset.request), Number(at.dataset.position));
   });
 
@@ -50,7 +52,7 @@ function DecodeExplorer(ui) {
       const body = node("div", { class: "pl-text-body" });
       const card = node("div", { class: `pl-text pl-seq-${sequence % NUM_COLOURS}` }, head, body);
       text.append(card);
-      const entry = { card, state: head.lastChild, body, tokens: [], prompt: 0 };
+      const entry = { card, state: head.lastChild, body, tokens: [], prompt: 0, known: 0 };
       requests.set(request, entry);
       const prompt = ui.data.texts[request]?.prompt ?? [];
       prompt.forEach((piece) => addToken(request, entry, piece, -1));
@@ -68,7 +70,7 @@ function DecodeExplorer(ui) {
     const position = entry.tokens.length;
     const it = node(
       "span",
-      { class: `pl-token${step < 0 ? " pl-prompt" : ""}`, role: "button", tabindex: -1, "data-item": "", "data-request": request, "data-position": position, "aria-label": `position ${position}: ${piece}` },
+      { class: `pl-token pl-future${step < 0 ? " pl-prompt" : ""}`, role: "button", tabindex: -1, "data-item": "", "data-request": request, "data-position": position, "aria-label": `position ${position}: ${piece}` },
       piece.replaceAll("\n", "↵"),
     );
     entry.body.append(it);
@@ -146,20 +148,29 @@ function DecodeExplorer(ui) {
       const status = { finish: "finished", preempt: "preempted, waits to be recomputed", cancel: "cancelled" }[replay.status.get(it)];
       put(entry.state, slot >= 0 ? `slot ${slot}, ${plural(replay.cached.get(it) ?? 0, "token")} cached` : status ?? "waiting");
       entry.card.classList.toggle("pl-idle", slot < 0);
-      for (const [position, { node: at, step: since }] of entry.tokens.entries()) {
-        const gone = !started || since > step;
-        if (at.hidden !== gone) at.hidden = gone;
-        const here = it === request && position === token;
-        if (at.classList.contains("pl-here") !== here) {
-          at.classList.toggle("pl-here", here);
-          put(at, null, { "aria-pressed": here });
-        }
-      }
+      if (entry.body.hidden === started) entry.body.hidden = !started;
+      // the sampled ones are a prefix: only what lies between the old and the new end of it changes
+      const known = started ? entry.tokens.filter(({ step: since }) => since <= step).length : 0;
+      const [low, high] = [Math.min(known, entry.known), Math.max(known, entry.known)];
+      for (const { node: at } of entry.tokens.slice(low, high)) at.classList.toggle("pl-future", entry.known > known);
+      entry.known = known;
     }
-    if (text.contains(document.activeElement)) return;
-    for (const old of text.querySelectorAll('[tabindex="0"]')) old.tabIndex = -1;
-    const stop = text.querySelector(".pl-here:not([hidden])") ?? text.querySelector("[data-item]:not([hidden])");
-    if (stop) stop.tabIndex = 0;
+    const tokens = requests.get(request)?.tokens;
+    const now = tokens?.[token]?.node ?? null;
+    if (now !== marked) {
+      if (marked) put(marked, null, { "aria-pressed": false }).classList.remove("pl-here");
+      if (now) put(now, null, { "aria-pressed": true }).classList.add("pl-here");
+      marked = now;
+    }
+    if (!text.contains(document.activeElement)) {
+      stop.tabIndex = -1;
+      stop = now ?? text.querySelector("[data-item]") ?? text;
+      stop.tabIndex = stop === text ? -1 : 0;
+    }
+    if (!now) return;
+    const body = now.parentElement; // scrolls by itself; the page stays where it is
+    const [top, height] = [now.offsetTop, body.clientHeight];
+    if (top < body.scrollTop || top + now.offsetHeight > body.scrollTop + height) body.scrollTop = top - height / 2;
   }
 
   function drawAddress(slot, layer, token, logical_block, block, hidden) {
