@@ -218,8 +218,8 @@ function addressPane(ui, { pick }) {
     "ol",
     { class: "pl-cards" },
     node("li", {}, node("h4", {}, "position → logical block"), value.logical, node("br"), value.token),
-    node("li", {}, node("h4", {}, "block table → physical block"), value.entry),
-    node("li", {}, node("h4", {}, "physical block → byte"), value.byte),
+    node("li", {}, node("h4", {}, "table → physical block"), value.entry),
+    node("li", {}, node("h4", {}, "block → byte"), value.byte),
   );
 
   const strip = (name) => {
