@@ -60,7 +60,7 @@ class Trace:
         before: dict[str, Any] = {}
         for step in self.steps:
             new = {k: v for k, v in step.variables.items() if before.get(k, rows) is not v}
-            rows.append(step._replace(variables=new))
+            rows.append(step._replace(variables={k: _exact(v) for k, v in new.items()}))
             before = step.variables
         return json.dumps(vars(self) | {"steps": rows}, default=_encode)
 
@@ -192,6 +192,13 @@ def _record(kernel: Any, trace: Trace, arguments: dict[str, Any], max_steps: int
     written = {a.argument for step in trace.steps for a in step.accesses if a.kind != "load"}
     trace.outputs = {name: t.numpy().copy() for name, t in tensors.items() if name in written}
     return trace
+
+
+def _exact(value: Any) -> Any:
+    """numpy's float64 is a float to json, which would write its NaN as it is."""
+    if isinstance(value, tuple):
+        return [_exact(item) for item in value]
+    return _encode(value) if isinstance(value, np.float64) else value
 
 
 def _encode(value: Any) -> dict[str, Any]:

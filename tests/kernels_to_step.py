@@ -82,3 +82,21 @@ def not_a_number(x_ptr, out_ptr):
     y = low - low
     z = tl.exp(x)
     tl.store(out_ptr, y + z)
+
+
+@triton.jit
+def my_attention(q_ptr, k_ptr, v_ptr, out_ptr, n, D: tl.constexpr):
+    lane = tl.arange(0, D)
+    q = tl.load(q_ptr + lane)
+    m = float("-inf")
+    total = 0.0
+    mix = tl.zeros([D], tl.float32)
+    for t in range(n):
+        s = tl.sum(q * tl.load(k_ptr + t * D + lane), 0)
+        top = tl.maximum(m, s)
+        shrink = tl.exp(m - top)
+        p = tl.exp(s - top)
+        total = total * shrink + p
+        mix = mix * shrink + p * tl.load(v_ptr + t * D + lane)
+        m = top
+    tl.store(out_ptr + lane, mix / total)

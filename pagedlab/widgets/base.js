@@ -125,8 +125,8 @@ function predictor(ui) {
 
   const read = (text) => text.trim().replace(/[,_\s]/g, "").toUpperCase();
   const matches = (text, answer) =>
-    typeof answer === "number" && !Number.isInteger(answer)
-      ? Math.abs(Number(read(text)) - answer) <= Math.max(0.005, Math.abs(answer) * 0.01)
+    typeof answer === "number"
+      ? Math.abs(Number(read(text)) - answer) <= (Number.isInteger(answer) ? 0 : Math.max(0.005, Math.abs(answer) * 0.01))
       : read(text) === read(String(answer));
   const finish = (knew) => {
     total += 1;

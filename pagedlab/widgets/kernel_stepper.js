@@ -124,7 +124,7 @@ function KernelStepper(ui) {
       if (x) d += `M${(i * width).toFixed(2)},${floor}h${(width * 0.85).toFixed(2)}V${(floor - ((Number.isFinite(x) ? x : most) / most) * floor).toFixed(2)}h${(-width * 0.85).toFixed(2)}z`;
     });
     put(svg.firstChild, null, { d });
-    put(svg.lastChild, null, { x: lane === null ? -10 : lane * width, width });
+    put(svg.lastChild, null, { x: (lane ?? 0) * width, width: lane === null ? 0 : width });
   };
   const named = (name, extra = {}) => node("div", { class: "pl-variable", ...extra }, node("b", {}, name), numeral(name));
   const table = variables.map((it) => {

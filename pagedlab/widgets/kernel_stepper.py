@@ -16,7 +16,7 @@ from pagedlab.widgets.base import Panel, View, choice, complain, css, esm, play,
 
 DETAIL = 16  # tokens whose arrays travel with the widget
 MAX_ARRAY = 1024  # elements of one array
-MAX_ARRAYS = 64 * 1024  # elements of all arrays together
+MAX_ARRAYS = 16 * 1024  # elements of all values of one array variable
 PANES = ("variables", "lanes", "softmax")
 SOFTMAX = ("score", "new_max", "correction", "weight", "d", "acc")
 
@@ -261,11 +261,13 @@ def _variable(
     if not any(np.ndim(value) for value in values):
         return shown | {"kind": "number", "column": buffer.add(values)}
     arrays = [(i, np.asarray(v)) for i, (step, v) in enumerate(found) if step < 0 or step in detail]
-    kept = arrays[: max(1, MAX_ARRAYS // max(min(v.size, MAX_ARRAY) for _, v in arrays))]
+    largest = max((min(value.size, MAX_ARRAY) for _, value in arrays), default=1)
+    kept = arrays[: MAX_ARRAYS // max(largest, 1)]
+    numbers = [value.ravel()[:MAX_ARRAY] for _, value in kept]
     return shown | {
         "kind": "array",
         "kept": [[i, list(value.shape)] for i, value in kept],
-        "column": buffer.add(np.concatenate([value.ravel()[:MAX_ARRAY] for _, value in kept])),
+        "column": buffer.add(np.concatenate([np.empty(0), *numbers])),
         "most": MAX_ARRAY,
     }
 
