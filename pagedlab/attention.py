@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -13,7 +13,7 @@ from pagedlab.kv_cache import PagedKVCache, expect_rows, has_triton
 from pagedlab.layout import LLAMA_3_2_1B, KVLayout, expect_in_range
 
 BACKENDS = ("auto", "triton", "torch")
-KERNELS = ("by_token", "by_block")
+KERNELS = ("by_token", "by_block", "split_kv")
 
 
 class AttentionPlan(NamedTuple):
@@ -22,6 +22,7 @@ class AttentionPlan(NamedTuple):
     num_active: int
     seq_lens: list[int] | None  # tokens per row, read and checked; None while they stay on the GPU
     active_slots: list[int] | None
+    work: Any = None  # split_kv's work items, on the GPU
 
 
 def check_batch(
@@ -96,7 +97,12 @@ def attention_plan(
     """
     num_active = seq_lens.shape[0]
     if seq_lens.is_cuda:
-        return AttentionPlan(num_active, None, None)
+        work = None
+        if num_active and has_triton():
+            from pagedlab.kernels.split_kv import plan_work
+
+            work = plan_work(seq_lens, active_slots, table.device, cache.layout)
+        return AttentionPlan(num_active, None, None, work)
     lengths, slots = check_batch(
         table,
         seq_lens,
@@ -136,7 +142,8 @@ def paged_attention(
             seed's in-place form. Allocated if None.
         scale: factor of the scores, 1 / sqrt(head_dim) by default.
         backend: "triton", "torch", or "auto": triton on a CUDA device, torch elsewhere.
-        kernel: which Triton kernel, "by_token" (the seed's) or "by_block"; "auto" is the fastest.
+        kernel: which Triton kernel, "by_token" (the seed's), "by_block" or "split_kv";
+            "auto" is split_kv, the fastest.
         plan: attention_plan of this step, shared by all layers; made here if None.
 
     Returns:
@@ -163,7 +170,9 @@ def paged_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     run = _pick(backend, kernel, layout, q.device)
-    if plan is None:
+    if plan is None and q.is_cuda:
+        plan = AttentionPlan(q.shape[0], None, None)  # a kernel that needs work items makes them
+    elif plan is None:
         plan = attention_plan(seq_lens, active_slots, table, cache, slice(layer, layer + 1))
     elif plan.num_active != q.shape[0]:
         raise ValueError(f"plan: expected one for {q.shape[0]} rows, got {plan.num_active}")
@@ -175,7 +184,9 @@ def paged_attention(
     if run is None:
         _torch_attention(q, cache, table, seq_lens, active_slots, layer, out, scale, plan)
     else:
-        run(q, cache.buffer, table.device, seq_lens, active_slots, layer, layout, out, scale)
+        work = {"work": plan.work} if run.__name__ == "split_kv" else {}
+        rows = (seq_lens, active_slots)
+        run(q, cache.buffer, table.device, *rows, layer, layout, out, scale, **work)
     return out
 
 
@@ -260,7 +271,7 @@ def _pick(
             "backend: expected torch, since Triton's interpreter computes bfloat16 wrongly,"
             " got triton"
         )
-    name = "by_block" if kernel == "auto" else kernel
+    name = "split_kv" if kernel == "auto" else kernel
     module = import_module(f"pagedlab.kernels.{name}")
     if device.type == "cpu" and isinstance(
         getattr(module, f"{name}_kernel"), import_module("triton").JITFunction

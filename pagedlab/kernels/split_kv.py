@@ -1,0 +1,447 @@
+"""The fast kernel: q heads grouped, long sequences split, and their parts merged (chapter 11).
+
+plan_kernel runs once a step and cuts the batch into work items, longest sequence first. For each
+layer split_kv_kernel takes one item and the q heads of one kv head per program, and merge_kernel puts
+the parts of split sequences together. Grids and buffers depend on the batch size, the layout and the
+GPU, never on the lengths, so all of it can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+from functools import cache as cached
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagedlab.layout import KVLayout
+
+LOG2_E = 1.4426950408889634
+MIN_PIECE = 64  # tokens; pieces are multiples of it
+
+
+@dataclass
+class Work:
+    """The work items of one step, on the device; plan_work makes them.
+
+    counts: int32 [2], the items that are parts of split sequences (they come first), and those
+        sequences.
+    items: int32 [max_items, 4], each row (-1: no item), slot, first token, end (-1: invalid row).
+    merges: int32 [num_active, 3], each row, its first item, its items; the longest sequence first.
+    max_parts: items of split sequences, at most.
+    settled: whether a kernel has been launched that waited for plan_kernel and the table.
+    """
+
+    counts: torch.Tensor
+    items: torch.Tensor
+    merges: torch.Tensor
+    max_parts: int
+    settled: bool = False
+
+
+@triton.jit
+def cut(seq_len, chunk, MIN_PIECE: tl.constexpr):
+    """Cut a sequence evenly into pieces of about `chunk` tokens: tokens per piece, pieces."""
+    pieces = tl.maximum((2 * seq_len + chunk) // (2 * chunk), 1)
+    piece = (seq_len + pieces * MIN_PIECE - 1) // (pieces * MIN_PIECE) * MIN_PIECE
+    piece = tl.maximum(piece, MIN_PIECE)
+    return piece, tl.maximum((seq_len + piece - 1) // piece, 1)
+
+
+@triton.jit(
+    do_not_specialize=["num_active", "num_slots", "max_blocks_per_seq", "max_items", "num_pieces"]
+)
+def plan_kernel(
+    seq_lens_ptr,  # [num_active] int32
+    active_slots_ptr,  # [num_active] int32
+    counts_ptr,  # of Work
+    items_ptr,  # of Work
+    merges_ptr,  # of Work
+    num_active,
+    num_slots,
+    max_blocks_per_seq,
+    max_items,
+    num_pieces,  # a piece is about this part of all tokens
+    BLOCK_SIZE: tl.constexpr,
+    MIN_PIECE: tl.constexpr,
+    ROWS: tl.constexpr,  # num_active, padded to a power of two
+):
+    row = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    exists = rows < num_active
+    capacity = max_blocks_per_seq * BLOCK_SIZE
+    slots = tl.load(active_slots_ptr + rows, mask=exists, other=-1)
+    seq_lens = tl.load(seq_lens_ptr + rows, mask=exists, other=0)
+    valid = (slots >= 0) & (slots < num_slots) & (seq_lens >= 0) & (seq_lens <= capacity)
+    seq_lens = tl.where(valid, seq_lens, 0)
+    slot = tl.load(active_slots_ptr + row)
+    seq_len = tl.sum(tl.where(rows == row, seq_lens, 0), 0)
+    row_valid = tl.sum(((rows == row) & valid).to(tl.int32), 0) > 0
+
+    chunk = tl.maximum((tl.sum(seq_lens, 0) + num_pieces - 1) // num_pieces, MIN_PIECE)
+    _, all_pieces = cut(seq_lens, chunk, MIN_PIECE)
+    all_pieces = tl.where(exists, all_pieces, 0)
+    piece, pieces = cut(seq_len, chunk, MIN_PIECE)
+    if row == 0:
+        split = all_pieces > 1
+        tl.store(counts_ptr, tl.sum(tl.where(split, all_pieces, 0), 0))
+        tl.store(counts_ptr + 1, tl.sum(split.to(tl.int32), 0))
+        for i in range(tl.sum(all_pieces, 0), max_items):
+            tl.store(items_ptr + 4 * i, -1)
+
+    earlier = exists & ((seq_lens > seq_len) | ((seq_lens == seq_len) & (rows < row)))
+    first_item = tl.sum(tl.where(earlier, all_pieces, 0), 0)
+    merge_ptr = merges_ptr + 3 * tl.sum(earlier.to(tl.int32), 0)
+    tl.store(merge_ptr, row)
+    tl.store(merge_ptr + 1, first_item)
+    tl.store(merge_ptr + 2, pieces)
+    for i in range(pieces):
+        item_ptr = items_ptr + 4 * (first_item + i)
+        tl.store(item_ptr, row)
+        tl.store(item_ptr + 1, slot)
+        tl.store(item_ptr + 2, i * piece)
+        tl.store(item_ptr + 3, tl.where(row_valid, tl.minimum((i + 1) * piece, seq_len), -1))
+
+
+@triton.jit
+def prefetch_to_l2(address):
+    """Bring the 128 bytes around each address to the L2 cache; nothing is read, nothing waits."""
+    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(code, "=r,l", [address], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "layer",
+        "num_slots",
+        "num_blocks",
+        "max_blocks_per_seq",
+        "num_q_heads",
+        "stride_slot",
+        "stride_layer",
+    ]
+)
+def split_kv_kernel(
+    q_ptr,  # [num_active, num_q_heads, head_dim], row stride stride_q
+    cache_ptr,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
+    table_ptr,  # [num_slots, num_layers, max_blocks_per_seq] int32
+    counts_ptr,  # of Work
+    items_ptr,  # of Work
+    out_ptr,  # [num_active, num_q_heads, head_dim], row stride stride_out; may be q_ptr
+    parts_ptr,  # [max_parts, num_q_heads, head_dim] float32
+    lses_ptr,  # [max_parts, num_q_heads] float32: log2 of the sum of 2 ** score
+    layer,
+    scale,  # of the scores, times log2(e), since exp(x) = 2 ** (x * log2(e))
+    num_slots,
+    num_blocks,
+    max_blocks_per_seq,
+    num_q_heads,
+    stride_q,
+    stride_out,
+    stride_slot,
+    stride_layer,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,  # head_dim, padded to a power of two
+    GROUP_SIZE: tl.constexpr,  # q heads that share a kv head
+    KV_HEADS: tl.constexpr,  # kv heads that one program takes, side by side
+    HEADS: tl.constexpr,  # q heads that one program takes
+    TOKENS: tl.constexpr,  # taken at a time
+    USE_DOT: tl.constexpr,  # whether there are matrix units for this dtype
+    PDL: tl.constexpr,  # whether the program may start before the kernel ahead of it has finished
+    PREFETCH: tl.constexpr,
+    TRIGGER_EARLY: tl.constexpr,
+):
+    TILES: tl.constexpr = (GROUP_SIZE * KV_HEADS + HEADS - 1) // HEADS
+    kv_head = tl.program_id(0) // TILES * KV_HEADS
+    item = tl.program_id(1)
+    if TRIGGER_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.load(items_ptr + 4 * item).to(tl.int64)
+    slot = tl.load(items_ptr + 4 * item + 1).to(tl.int64)
+    first = tl.load(items_ptr + 4 * item + 2)
+    end = tl.load(items_ptr + 4 * item + 3)
+    num_parts = tl.load(counts_ptr)
+    if row < 0:
+        return
+
+    valid = (slot >= 0) & (slot < num_slots) & (end >= 0) & (end <= max_blocks_per_seq * BLOCK_SIZE)
+    end = tl.where(valid, end, first)
+    row_ptr = table_ptr + slot * stride_slot + layer * stride_layer
+    KV_DIM: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    V_OFFSET: tl.constexpr = BLOCK_SIZE * KV_DIM
+    token = first + tl.arange(0, TOKENS)
+    next_block = tl.load(row_ptr + token // BLOCK_SIZE, mask=token < end, other=0)
+    if PDL:
+        # The plan and the table are settled, q and the newest token are not: no more than a hint.
+        if PREFETCH:
+            block = tl.where((next_block >= 0) & (next_block < num_blocks), next_block, 0)
+            offset = block.to(tl.int64) * (2 * V_OFFSET) + token % BLOCK_SIZE * KV_DIM
+            line_ptr = cache_ptr + offset + kv_head * HEAD_DIM
+            prefetch_to_l2(line_ptr)
+            prefetch_to_l2(line_ptr + V_OFFSET)
+        tl.extra.cuda.gdc_wait()
+
+    lane = tl.arange(0, KV_HEADS * LANES)
+    in_head = lane < HEAD_DIM * KV_HEADS
+    head_in_group = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
+    q_head = kv_head * GROUP_SIZE + head_in_group
+    has_head = head_in_group < GROUP_SIZE * KV_HEADS
+    q_mask = has_head[:, None] & in_head[None, :]
+    q_offset = q_head[:, None] * HEAD_DIM + lane[None, :]
+    if KV_HEADS > 1:
+        q_mask = q_mask & ((head_in_group // GROUP_SIZE)[:, None] == (lane // HEAD_DIM)[None, :])
+        q_offset = q_head[:, None] * HEAD_DIM + (lane % HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + row * stride_q + q_offset, mask=q_mask, other=0.0)  # [HEADS, LANES]
+
+    running_max = tl.full([HEADS], float("-inf"), tl.float32)
+    d = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, KV_HEADS * LANES], tl.float32)
+    for start in range(first, end, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        alive = token < end
+        block = next_block
+        next_token = token + TOKENS
+        next_block = tl.load(row_ptr + next_token // BLOCK_SIZE, mask=next_token < end, other=0)
+        assigned = (block >= 0) & (block < num_blocks)
+        offset = block.to(tl.int64) * (2 * V_OFFSET) + token % BLOCK_SIZE * KV_DIM
+        k_ptrs = cache_ptr + (offset + kv_head * HEAD_DIM)[:, None] + lane[None, :]
+        mask = (alive & assigned)[:, None]
+        if HEAD_DIM < LANES:
+            mask = mask & in_head[None, :]
+        k = tl.load(k_ptrs, mask=mask, other=0.0)  # [TOKENS, LANES]
+        v = tl.load(k_ptrs + V_OFFSET, mask=mask, other=0.0)
+
+        if USE_DOT:
+            score = tl.dot(q, tl.trans(k))
+        else:
+            score = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
+        bias = tl.where(alive, tl.where(assigned, 0.0, float("nan")), float("-inf"))
+        score = score * scale + bias[None, :]  # [HEADS, TOKENS]
+        new_max = tl.maximum(running_max, tl.max(score, 1))
+        correction = tl.exp2(running_max - new_max)
+        weight = tl.exp2(score - new_max[:, None])
+        d = d * correction + tl.sum(weight, 1)
+        acc = acc * correction[:, None]
+        if USE_DOT:
+            acc = tl.dot(weight.to(v.dtype), v, acc)
+        else:
+            acc += tl.sum(weight[:, :, None] * v.to(tl.float32)[None, :, :], 1)
+        running_max = new_max
+    if PDL and not TRIGGER_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    out = acc / tl.where(end > first, d, 1.0)[:, None]  # length 0 gives zeros
+    out = tl.where(valid, out, float("nan"))
+    if item < num_parts:
+        part = item.to(tl.int64) * num_q_heads
+        tl.store(parts_ptr + part * HEAD_DIM + q_offset, out, mask=q_mask)
+        lse = running_max + tl.log2(d)
+        tl.store(lses_ptr + part + q_head, lse, mask=has_head)
+    else:
+        out_ptrs = out_ptr + row * stride_out + q_offset
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def merge_kernel(
+    parts_ptr,  # [max_parts, num_q_heads, head_dim] float32
+    lses_ptr,  # [max_parts, num_q_heads] float32
+    counts_ptr,  # of Work
+    merges_ptr,  # of Work
+    out_ptr,  # [num_active, num_q_heads, head_dim], row stride stride_out
+    stride_out,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,  # that one program takes
+    PARTS: tl.constexpr,  # taken at a time
+    PDL: tl.constexpr,
+):
+    q_head = tl.program_id(0)
+    num_q_heads = tl.num_programs(0)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    in_head = lane < HEAD_DIM
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_split = tl.load(counts_ptr + 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for rank in range(tl.program_id(2), num_split, tl.num_programs(2)):
+        row = tl.load(merges_ptr + 3 * rank).to(tl.int64)
+        first_part = tl.load(merges_ptr + 3 * rank + 1)
+        num_parts = tl.load(merges_ptr + 3 * rank + 2)
+        running_max = float("-inf")
+        d = 0.0
+        acc = tl.zeros([LANES], tl.float32)
+        for start in range(0, num_parts, PARTS):
+            part = start + tl.arange(0, PARTS)
+            exists = part < num_parts
+            head = (first_part + part).to(tl.int64) * num_q_heads + q_head
+            lse = tl.load(lses_ptr + head, mask=exists, other=float("-inf"))
+            mask = exists[:, None] & in_head[None, :]
+            out = tl.load(
+                parts_ptr + head[:, None] * HEAD_DIM + lane[None, :], mask=mask, other=0.0
+            )
+            new_max = tl.maximum(running_max, tl.max(lse, 0))
+            correction = tl.exp2(running_max - new_max)
+            weight = tl.exp2(lse - new_max)
+            d = d * correction + tl.sum(weight, 0)
+            acc = acc * correction + tl.sum(weight[:, None] * out, 0)
+            running_max = new_max
+        out_ptrs = out_ptr + row * stride_out + q_head * HEAD_DIM + lane
+        tl.store(out_ptrs, (acc / d).to(out_ptr.dtype.element_ty), mask=in_head)
+
+
+class Device(NamedTuple):
+    """What the launch rule needs to know of a GPU; a CPU stands for a tiny one."""
+
+    num_sms: int
+    has_dot: bool  # matrix units that tl.dot uses
+    has_pdl: bool  # programmatic dependent launch: measured on sm_90 alone
+
+
+@cached
+def device_facts(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(num_sms=2, has_dot=True, has_pdl=False)
+    major, _ = torch.cuda.get_device_capability(device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Device(num_sms, has_dot=major >= 8, has_pdl=major == 9)
+
+
+class Launch(NamedTuple):
+    """How split_kv_kernel and merge_kernel are launched."""
+
+    tokens: int
+    num_warps: int
+    num_stages: int
+    prefetch: bool
+    trigger_early: bool
+    merge_lanes: int = 64
+    merge_parts: int = 32
+    merge_rows: int = 8
+    merge_warps: int = 4
+    kv_heads: int = 1
+
+
+def pieces_wanted(num_kv_heads: int, num_sms: int) -> int:
+    return max(1, 4 * num_sms // num_kv_heads)
+
+
+def launch_rule(num_programs: int, num_sms: int, layout: KVLayout) -> Launch:
+    """See benchmarks/NOTES.md."""
+    return Launch(32, 1, 3, True, True)
+
+
+def plan_work(
+    seq_lens: torch.Tensor,
+    active_slots: torch.Tensor,
+    block_table: torch.Tensor,
+    layout: KVLayout,
+) -> Work:
+    """Launch plan_kernel over the rows of a batch; see Work."""
+    num_active = seq_lens.shape[0]
+    num_pieces = pieces_wanted(layout.num_kv_heads, device_facts(seq_lens.device).num_sms)
+    max_items = num_active + num_pieces
+    sizes = [4 * max_items, 3 * num_active, 2]
+    items, merges, counts = seq_lens.new_empty(sum(sizes)).split(sizes)
+    plan_kernel[(num_active,)](
+        seq_lens,
+        active_slots,
+        counts,
+        items,
+        merges,
+        num_active,
+        block_table.shape[0],
+        block_table.shape[2],
+        max_items,
+        num_pieces,
+        BLOCK_SIZE=layout.block_size,
+        MIN_PIECE=MIN_PIECE,
+        ROWS=triton.next_power_of_2(num_active),
+        num_warps=1,
+    )
+    return Work(counts, items.view(-1, 4), merges.view(-1, 3), num_pieces * 4 // 3)
+
+
+def split_kv(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    active_slots: torch.Tensor,
+    layer: int,
+    layout: KVLayout,
+    out: torch.Tensor,
+    scale: float,
+    work: Work | None = None,
+) -> None:
+    """Launch split_kv_kernel over (kv_head, item), merge_kernel over (q_head, lanes, sequence).
+
+    Args:
+        work: this step's plan_work, made here if None.
+    """
+    num_active, num_q_heads, head_dim = q.shape
+    num_sms, has_dot, has_pdl = device_facts(q.device)
+    if work is None:
+        work = plan_work(seq_lens, active_slots, block_table, layout)
+    use_dot = has_dot and q.dtype != torch.float32  # matrix units have no IEEE float32
+    group_size = num_q_heads // layout.num_kv_heads
+    heads = 16 if use_dot else 1
+    rule = launch_rule(layout.num_kv_heads * num_active, num_sms, layout)
+    kv_heads = rule.kv_heads if use_dot else 1
+    programs = layout.num_kv_heads // kv_heads * triton.cdiv(group_size * kv_heads, heads)
+    parts = q.new_empty(work.max_parts * num_q_heads * (head_dim + 1), dtype=torch.float32)
+    parts, lses = parts.split([work.max_parts * num_q_heads * n for n in (head_dim, 1)])
+    pdl = has_pdl and work.settled
+    split_kv_kernel[(programs, len(work.items))](
+        q,
+        cache,
+        block_table,
+        work.counts,
+        work.items,
+        out,
+        parts,
+        lses,
+        layer,
+        scale * LOG2_E,
+        block_table.shape[0],
+        cache.numel() * cache.itemsize // layout.block_bytes,
+        block_table.shape[2],
+        num_q_heads,
+        q.stride(0),
+        out.stride(0),
+        block_table.stride(0),
+        block_table.stride(1),
+        BLOCK_SIZE=layout.block_size,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=head_dim,
+        LANES=triton.next_power_of_2(head_dim),
+        GROUP_SIZE=group_size,
+        KV_HEADS=kv_heads,
+        HEADS=heads,
+        TOKENS=rule.tokens,
+        USE_DOT=use_dot,
+        PDL=pdl,
+        PREFETCH=rule.prefetch,
+        TRIGGER_EARLY=rule.trigger_early and has_pdl,
+        num_warps=rule.num_warps,
+        num_stages=rule.num_stages,
+        **{"launch_pdl": True} if pdl else {},
+    )
+    work.settled = True
+    rows = min(num_active, rule.merge_rows)
+    merge_kernel[(num_q_heads, triton.cdiv(head_dim, rule.merge_lanes), rows)](
+        parts,
+        lses,
+        work.counts,
+        work.merges,
+        out,
+        out.stride(0),
+        HEAD_DIM=head_dim,
+        LANES=rule.merge_lanes,
+        PARTS=rule.merge_parts,
+        PDL=has_pdl,
+        num_warps=rule.merge_warps,
+        **{"launch_pdl": True} if has_pdl else {},
+    )
