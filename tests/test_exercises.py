@@ -99,6 +99,31 @@ def test_a_wrong_answer_fails_and_is_recognised(exercise, confusion):
         assert details["revisit"] == confusion.idea, f"seed {seed}"
 
 
+WRONG_KERNELS = [
+    ("4.4", "range(tl.minimum(rest, BLOCK_SIZE))", "range(BLOCK_SIZE)", "read to its end"),
+    ("4.4", "(2 * physical_block + 1)", "(2 * physical_block)", "mean of K"),
+    ("4.4", "tl.maximum(seq_len, 1)", "seq_len", "zero by zero"),
+    ("4.4", "table_ptr + slot *", "table_ptr + active_slot *", "rows belong to slots"),
+    ("5.4", "LANES)\n    q =", "LANES) % HEAD_DIM\n    q =", "q * k, q * q and k * k"),
+    ("5.4", "row * HEAD_DIM", "row * LANES", "HEAD_DIM apart"),
+    ("5.4", "tl.sqrt(tl.sum(q * q, 0) *", "tl.sqrt(", "q has a length"),
+    ("6.4", 'other=float("-inf")', "other=0.0", "masked score of 0"),
+    ("6.4", "v = tl.load(v_ptrs, mask=alive[:, None], other=0.0)", "v = tl.load(v_ptrs)", ""),
+    ("6.4", "acc * correction +", "acc +", "acc must be corrected"),
+    ("6.4", "tl.where(length > 0, d, 1.0)", "d", "zero by zero"),
+]
+
+
+@pytest.mark.parametrize(("id", "right", "wrong", "idea"), WRONG_KERNELS)
+def test_a_wrong_kernel_fails_and_is_recognised(id, right, wrong, idea):
+    page, stub, name = next(rest for found, *rest in STUBS if found == id)
+    solution = SOLUTION.search(page[page.index(stub) :])[1]
+    assert solution.count(right) == 1
+    result = check(id, run(imports_of(page) + solution.replace(right, wrong), name), seed=1)
+    assert result.status == "failed"
+    assert idea in dict(result.details)["revisit"], result
+
+
 @pytest.mark.parametrize(("exercise", "confusion"), CONFUSIONS)
 def test_fresh_random_cases_catch_it(exercise, confusion):
     assert check(exercise.id, confusion.function).status == "failed"
