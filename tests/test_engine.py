@@ -620,18 +620,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests = []
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=5),
-        max_new_tokens=st.integers(1, 5),
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=4),
+        max_new_tokens=st.integers(1, 4),
         drawn=st.booleans(),
         seed=st.integers(0, 2**63 - 1),
     )
     def submit(self, prompt, max_new_tokens, drawn, seed):
         options = {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": seed} if drawn else {}
-        if len(prompt) + max_new_tokens > 8:
-            with pytest.raises(ValueError, match="request: expected at most 13 blocks"):
-                self.engine.submit(prompt, max_new_tokens, **options)
-        else:
-            self.requests.append(self.engine.submit(prompt, max_new_tokens, **options))
+        self.requests.append(self.engine.submit(prompt, max_new_tokens, **options))
+
+    @rule(length=st.integers(1, 8))
+    def refuse(self, length):
+        with pytest.raises(ValueError, match="request: expected at most 13 blocks"):
+            self.engine.submit([1] * length, 9 - length)
 
     @rule()
     def step(self):
@@ -664,7 +665,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=50,
+    max_examples=80,  # of which some never submit
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
