@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import plotly.graph_objects as go
 import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from conftest import serve
 from fake_model import FakeModel
 from playwright.sync_api import Locator, Page, expect
-from widget_pages import enter, numbers, panel, prepare, value, write_page
+from widget_pages import enter, numbers, panel, prepare, value, write_charts, write_page
 
 from pagedlab import (
     LLAMA_3_2_1B,
@@ -21,6 +22,7 @@ from pagedlab import (
     BlockPool,
     BlockTable,
     BlockTableView,
+    Chart,
     DecodeExplorer,
     Engine,
     KVLayout,
@@ -120,6 +122,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory, scene: Scene, run: dict) -> 
     }
     for name, panels in made.items():
         write_page(folder, name, *panels)
+    lines = go.Figure([go.Scatter(y=[1, 2, 4], name="paged"), go.Scatter(y=[4, 4, 4], name="not")])
+    frames = {f"{count} tokens": [go.Bar(y=[count, 7])] for count in (1, 2, 3)}
+    bars = Chart(go.Figure(go.Bar(y=[0, 7])), alt="Bars grow.", frames=frames, step="length")
+    write_charts(folder, "charts", Chart(lines, alt="Paged memory grows."), bars)
     server, url = serve(folder)
     yield url
     server.shutdown()
@@ -453,6 +459,25 @@ def test_state_is_in_the_address_and_comes_back(page: Page, pages: str, scene: S
         expect(panel(page).locator('[data-value="logical"]')).to_contain_text("//")
 
 
+def test_charts_step_by_keyboard_and_follow_the_theme(page: Page, pages: str) -> None:
+    page.goto(f"{pages}/charts.html")
+    plots = page.locator(".plotly-graph-div")
+    heights = "it => it.data[0].y && [...it.data[0].y]"
+    expect(page.locator("output")).to_have_text("1 tokens")
+    page.locator("input[type=range]").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("output")).to_have_text("2 tokens")
+    assert plots.nth(1).evaluate(heights) == [2, 7]
+    page.keyboard.press("End")
+    expect(page.locator("output")).to_have_text("3 tokens")
+    assert plots.nth(1).evaluate(heights) == [3, 7]
+    title = "() => getComputedStyle(document.querySelector('.legendtext')).fill"
+    light = page.evaluate(title)
+    page.evaluate("document.documentElement.dataset.theme = 'dark'")
+    page.wait_for_function(f"before => ({title})() !== before", arg=light)
+    expect(page.get_by_role("img", name="Paged memory grows.")).to_be_visible()
+
+
 def test_bad_data_shows_a_readable_message(page: Page, pages: str) -> None:
     page.goto(f"{pages}/bad.html")
     for index, text in enumerate(
@@ -470,14 +495,15 @@ def test_bad_data_shows_a_readable_message(page: Page, pages: str) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["address", "huge", "table", "timeline", "decode", "bad"])
+@pytest.mark.parametrize(
+    "name", ["address", "huge", "table", "timeline", "decode", "bad", "charts"]
+)
 def test_widgets_have_no_accessibility_violation(
     page: Page, pages: str, name: str, theme: str
 ) -> None:
     for predict in ("", "#predict=1"):
         page.goto("about:blank")
-        page.goto(f"{pages}/{name}.html{predict}")
-        panel(page)
+        page.goto(f"{pages}/{name}.html{predict}", wait_until="networkidle")
         page.evaluate("theme => document.documentElement.dataset.theme = theme", theme)
         page.wait_for_timeout(250)
         violations = Axe().run(page, options={"preload": False}).response["violations"]
@@ -489,11 +515,12 @@ def test_widgets_have_no_accessibility_violation(
         ]
 
 
-@pytest.mark.parametrize("name", ["address", "huge", "table", "timeline", "decode", "bad"])
+@pytest.mark.parametrize(
+    "name", ["address", "huge", "table", "timeline", "decode", "bad", "charts"]
+)
 def test_widgets_fit_a_phone(new_page: Callable[..., Page], pages: str, name: str) -> None:
     page = new_page(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
-    page.goto(f"{pages}/{name}.html")
-    panel(page)
+    page.goto(f"{pages}/{name}.html", wait_until="networkidle")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

@@ -11,6 +11,7 @@ from ipywidgets.embed import dependency_state, embed_snippet
 from nbformat import NotebookNode
 from playwright.sync_api import Locator, Page
 
+from pagedlab import Chart
 from pagedlab._sphinx import bring_assets
 from pagedlab.widgets.base import Panel
 
@@ -45,6 +46,15 @@ def write_page(folder: Path, name: str, *panels: Panel) -> str:
     snippet = embed_snippet(panels, state=state, requirejs=False, embed_url="none")
     snippet = re.sub(r'<script[^>]*src="none"[^>]*></script>', "", snippet)
     (folder / f"{name}.html").write_text(PAGE % snippet)
+    return f"{name}.html"
+
+
+def write_charts(folder: Path, name: str, *charts: Chart) -> str:
+    """A page of charts, with plotly loaded as the site loads it; returns its file name."""
+    script = '<script src="static/vendor/plotly.min.js"></script>\n'
+    head, require, rest = PAGE.partition('<script src="static/vendor/require.js">')
+    html = "\n".join(chart._repr_html_() for chart in charts)
+    (folder / f"{name}.html").write_text((head + script + require + rest) % html)
     return f"{name}.html"
 
 

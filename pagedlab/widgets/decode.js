@@ -84,8 +84,11 @@ function DecodeExplorer(ui) {
     if (slot >= 0 && position < replay.cached.get(request)) return choose(slot, position);
     const written = replay.events.find((event) => event[0] === "token" && event[2] === request && event[4] > position);
     const last = written ?? replay.events.findLast((event) => event[0] === "token" && event[2] === request);
-    if (last) ui.set({ step: last[1], slot: last[3], token: position });
+    if (!last) return;
+    ui.set({ step: last[1], slot: last[3], token: position });
+    picked = request;
   };
+  let picked = null; // a request whose token was chosen, where it has left its slot by then
   const newest = (slot) => Math.max((replay.cached.get(replay.slots[slot]) ?? 0) - 1, 0);
   let seen = ui.get("step");
   buildText();
@@ -109,6 +112,7 @@ function DecodeExplorer(ui) {
         const step = ui.get("step");
         if (step === seen) return;
         seen = step;
+        picked = null;
         replay.to(step);
         const busy = replay.slots.findIndex((request) => request !== null);
         const slot = replay.slots[ui.get("slot")] === null && busy >= 0 ? busy : ui.get("slot");
@@ -133,7 +137,7 @@ function DecodeExplorer(ui) {
       table.draw(replay, layer, { slot, logical_block }, (it) => replay.sequence(it), (s, i) => taken.some((it) => it[3] === s && it[5] === i));
       pool.draw(replay, layer, block);
       stack.draw(replay);
-      drawText(step, replay.slots[slot], token);
+      drawText(step, replay.slots[slot] ?? picked, token);
       drawAddress(slot, layer, token, logical_block, block, hidden);
       const say = (request, position, id) => `“${requests.get(request)?.tokens[position]?.node.textContent ?? id}”`;
       put(caption, `Step ${number(step)}. ${hidden ? "Predict the block before it is shown." : narrate(replay, step, layer, say)}`);
@@ -180,7 +184,7 @@ function DecodeExplorer(ui) {
     const why = hidden
       ? "The table entry is hidden until you have predicted its block."
       : request === null
-        ? `Slot ${slot} is free at this step: its table row is all −1.`
+        ? `Slot ${slot} is free at the end of this step: its table row is all −1.`
         : block < 0
           ? `block_table[${slot}, ${layer}, ${logical_block}] is −1: position ${token} has no block yet.`
           : token >= cached
