@@ -44,7 +44,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
 
         return guarded
 
-    guards = {op: guard(getattr(builder, op), *where[:3]) for op, where in MEMORY_OPS.items()}
+    guards: dict[str, Any] = {
+        op: guard(getattr(builder, op), *where[:3]) for op, where in MEMORY_OPS.items()
+    }
     with mock.patch.multiple(builder, **guards), np.errstate(all="ignore"):
         kernel[grid](*args)
 
