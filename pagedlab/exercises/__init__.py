@@ -39,7 +39,7 @@ class Exercise:
         idea: what to revisit when an answer is wrong in a way that no confusion explains.
         confusions: wrong answers that are recognised.
         call: how to get an answer from what the reader hands in, `call(function, *args)`; an
-            exercise on a class or a kernel brings its own.
+            exercise on a class or a kernel brings its own, and its names label the input.
     """
 
     id: str
@@ -127,7 +127,7 @@ def check(id: str, function: Any, *, seed: int | None = None) -> CheckResult:
         return CheckResult(id, exercise.title, "passed", (("tried on", f"{len(cases)} cases"),))
     first = wrong[0]
     details = (
-        ("input", show_arguments(exercise.solution, cases[first])),
+        ("input", show_arguments(exercise, cases[first])),
         ("expected", show_value(expected[first])),
         ("got", show_value(got[first])),
         ("revisit", idea_to_revisit(exercise, cases, got, first)),
@@ -202,8 +202,10 @@ def show_value(value: Any) -> str:
     return text if len(text) <= 600 else text[:597] + "..."
 
 
-def show_arguments(function: Callable, arguments: tuple) -> str:
-    names = inspect.signature(function).parameters
+def show_arguments(exercise: Exercise, arguments: tuple) -> str:
+    _, *names = inspect.signature(exercise.call).parameters
+    if names == ["args"]:
+        names = list(inspect.signature(exercise.solution).parameters)
     pairs = zip(names, arguments, strict=True)
     return "\n".join(f"{name} = {show_value(plain(argument))}" for name, argument in pairs)
 
