@@ -435,6 +435,27 @@ def test_predicting_hides_the_answer_and_checks_it(
     assert shown_stack(widget) == run["states"][step]["free"][::-1][:8]
 
 
+@pytest.mark.parametrize("name", ["address", "huge", "table", "timeline", "decode"])
+def test_predict_mode_goes_from_question_to_question(page: Page, pages: str, name: str) -> None:
+    page.goto(f"{pages}/{name}.html")
+    widget = panel(page)
+    widget.get_by_role("button", name="Predict").click()
+    asked = set()
+    for _ in range(4):
+        question = widget.locator(".pl-bar label")
+        expect(question).to_contain_text("?")
+        asked.add(question.inner_text())
+        field = widget.locator(".pl-bar input")
+        field.fill("-9")
+        field.press("Enter")
+        expect(widget.locator(".pl-bar")).to_contain_text("Not -9.")
+        widget.get_by_role("button", name="Show").click()
+        expect(widget.locator(".pl-bar")).to_contain_text("It is: ")
+        expect(widget.get_by_role("button", name="Next question")).to_be_focused()
+        page.keyboard.press("Enter")
+    assert len(asked) > 1
+
+
 def test_state_is_in_the_address_and_comes_back(page: Page, pages: str, scene: Scene) -> None:
     page.goto(f"{pages}/several.html")
     enter(panel(page), "lane", 5)

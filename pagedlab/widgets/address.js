@@ -56,6 +56,13 @@ function AddressCalculator(ui) {
         kv_head: [0, layout.num_kv_heads - 1],
         lane: [0, layout.head_dim - 1],
       })[key],
+    another() {
+      const at = {};
+      for (const key of state) at[key] = Math.floor(Math.random() * (this.limits(key)[1] + 1));
+      if (direct || !memory.owners.size) return ui.set(at);
+      const { slot, layer, logical_block } = anyOf([...memory.owners.values()]);
+      ui.set({ ...at, slot, layer, token: logical_block * layout.block_size + (at.token % layout.block_size) });
+    },
     on: {
       byte() {
         const byte = ui.get("byte");

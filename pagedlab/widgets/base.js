@@ -6,6 +6,7 @@
 //     step: "step",                       optional: the trait that the arrow keys move
 //     on: { byte() {} },                  optional: runs when that trait changes, before the redraw
 //     draw() {},                          shows the model's state
+//     another() {},                       optional: moves to a state with a question for predict mode
 //     message(content) {},                optional: a message from the kernel; it is greeted with {do: "hello"}
 //     update() {} }                       optional: takes a new ui.data; without it the view is built again
 
@@ -119,7 +120,8 @@ function predictor(ui) {
     node("button", { type: "submit", class: "pl-button pl-main" }, "Check"),
     node("button", { type: "button", class: "pl-button", onclick: () => finish(false) }, "Show"),
   ];
-  const form = node("form", { hidden: "" }, question, field, ...buttons, verdict, score);
+  const another = node("button", { type: "button", class: "pl-button" }, "Next question");
+  const form = node("form", { hidden: "" }, question, field, ...buttons, verdict, another, score);
   field.id = `pl-${Math.random().toString(36).slice(2)}`;
   question.htmlFor = field.id;
 
@@ -135,6 +137,7 @@ function predictor(ui) {
     put(verdict, `${knew ? "Right" : "It is"}: ${typeof asked.answer === "number" ? number(asked.answer) : asked.answer}.`, { class: knew ? "pl-good" : "" });
     put(score, `${right} of ${total} at the first try`);
     ui.draw();
+    another.focus();
   };
   form.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -144,6 +147,13 @@ function predictor(ui) {
     put(verdict, `Not ${field.value}. ${asked.hint ?? "Try again."}`, { class: "pl-bad" });
   });
   toggle.addEventListener("click", () => ui.set({ predict: !ui.get("predict") }));
+  another.addEventListener("click", () => {
+    for (let tries = 0; tries < 20; tries++) {
+      ui.another();
+      ui.draw();
+      if (asked && !solved.has(asked.id)) return field.focus();
+    }
+  });
 
   ui.ask = (next) => {
     if (!ui.get("predict")) return false;
@@ -164,8 +174,9 @@ function predictor(ui) {
       form.hidden = !on;
     },
     after() {
-      const open = asked && !solved.has(asked.id);
+      const open = Boolean(asked) && !solved.has(asked.id);
       for (const control of [field, ...buttons]) control.hidden = !open;
+      another.hidden = open || !ui.another;
     },
   };
 }
@@ -284,6 +295,7 @@ function host(create) {
       parts = undefined;
       if (ui.data.error) return void root.append(message(ui.data.error));
       const view = create(ui);
+      ui.another = view.another && (() => view.another());
       const ask = predictor(ui);
       const link = permalink(ui, view, model.get("name"));
       put(root, null, { "aria-label": ui.data.title ?? "interactive figure", tabindex: view.step ? 0 : null });

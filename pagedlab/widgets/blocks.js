@@ -12,6 +12,12 @@ function BlockTableView(ui) {
   return {
     state: ["layer", "slot", "logical_block"],
     limits: (key) => [0, { layer: size.num_layers, slot: size.num_slots, logical_block: size.max_blocks_per_seq }[key] - 1],
+    another() {
+      const owners = [...memory.owners.values()].filter(({ layer }) => layer === ui.get("layer"));
+      if (!owners.length) return;
+      const { slot, logical_block } = anyOf(owners);
+      ui.set({ slot, logical_block });
+    },
     draw() {
       const [layer, slot, logical_block] = [ui.get("layer"), ui.get("slot"), ui.get("logical_block")];
       const block = memory.lookup(slot, layer, logical_block);

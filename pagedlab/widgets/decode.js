@@ -78,6 +78,7 @@ function DecodeExplorer(ui) {
   };
   const admitted = (request) => replay.events.find((event) => event[0] === "admit" && event[2] === request)?.[1] ?? Infinity;
 
+  let picked = null; // a request whose token was chosen, where it has left its slot by then
   /** A token's K and V are in the cache from the step in which the next one was sampled. */
   const chooseToken = (request, position) => {
     const slot = replay.slots.indexOf(request);
@@ -88,7 +89,6 @@ function DecodeExplorer(ui) {
     ui.set({ step: last[1], slot: last[3], token: position });
     picked = request;
   };
-  let picked = null; // a request whose token was chosen, where it has left its slot by then
   const newest = (slot) => Math.max((replay.cached.get(replay.slots[slot]) ?? 0) - 1, 0);
   let seen = ui.get("step");
   buildText();
@@ -96,6 +96,7 @@ function DecodeExplorer(ui) {
   return {
     state: ["step", "slot", "token", "layer", "section", "kv_head", "lane"],
     step: "step",
+    another: () => ui.set({ step: nextAllocation(replay, ui.get("step"), ui.get("layer")) }),
     words: { section: ["K", "V"] },
     limits: (key) =>
       ({

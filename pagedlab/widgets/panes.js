@@ -75,6 +75,8 @@ class Memory {
   }
 }
 
+const anyOf = (list) => list[Math.floor(Math.random() * list.length)];
+
 /** Makes a parent's children match `items`, reusing the nodes that are there. */
 function fill(parent, items, make, show) {
   while (parent.children.length > items.length) parent.lastChild.remove();

@@ -91,6 +91,12 @@ function narrate(replay, step, layer, token = (request, position, id) => String(
   return parts.join(" ") || "No block changes hands.";
 }
 
+/** The first step after `step` that hands out a block in a layer, from the start again after the last. */
+function nextAllocation(replay, step, layer) {
+  const steps = replay.events.filter(([action, , , , of]) => action === "allocate" && of === layer).map((event) => event[1]);
+  return steps.find((other) => other > step) ?? steps[0] ?? step;
+}
+
 /** The block that the step hands out first in a layer, as a question; null where it hands out none. */
 function nextBlock(replay, step, layer) {
   const events = replay.at(step);

@@ -64,6 +64,7 @@ function RecyclingTimeline(ui) {
   return {
     state: ["step", "layer"],
     step: "step",
+    another: () => ui.set({ step: nextAllocation(replay, ui.get("step"), ui.get("layer")) }),
     limits: (key) => (key === "step" ? [first, replay.last] : [0, size.num_layers - 1]),
     draw() {
       const [step, layer] = [ui.get("step"), ui.get("layer")];
