@@ -100,3 +100,10 @@ def my_attention(q_ptr, k_ptr, v_ptr, out_ptr, n, D: tl.constexpr):
         mix = mix * shrink + p * tl.load(v_ptr + t * D + lane)
         m = top
     tl.store(out_ptr + lane, mix / total)
+
+
+@triton.autotune([triton.Config({"N": 8}), triton.Config({"N": 16})], key=[])
+@triton.jit
+def tuned(x_ptr, out_ptr, N: tl.constexpr):
+    total = tl.sum(tl.load(x_ptr + tl.arange(0, N)), 0)
+    tl.store(out_ptr, total)

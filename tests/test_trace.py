@@ -189,6 +189,13 @@ def test_bfloat16_inside_a_kernel_is_refused():
     assert trace.error.endswith("y is bf16, which the interpreter gets wrong: use float32")
 
 
+def test_an_autotuned_kernel_is_stepped_with_the_sizes_it_is_given():
+    trace = step(kernels.tuned, 1, torch.arange(16.0), torch.zeros(1), N=8)
+    assert trace.values("total") == [28.0]
+    with pytest.raises(ValueError, match=r"^tuned: missing a required argument: 'N'$"):
+        step(kernels.tuned, 1, torch.arange(16.0), torch.zeros(1))
+
+
 def test_max_steps_stops_a_kernel_that_never_ends():
     trace = step(kernels.forever, 1, torch.zeros(1), max_steps=100)
     assert trace.truncated
