@@ -16,7 +16,7 @@ pytestmark = pytest.mark.browser
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
 CHAPTERS = [entry["file"] for part in TOC["parts"] for entry in part["chapters"]]
 PAGES = [f"{name.removesuffix('.md')}.html" for name in [TOC["root"], *CHAPTERS]]
-PAGES += ["genindex.html", "search.html"]
+PAGES += ["genindex.html", "py-modindex.html", "search.html"]
 PHONE = {"width": 390, "height": 844}
 SERIOUS = ("serious", "critical")
 

@@ -7,9 +7,12 @@
   for (const name of ["base", "controls", "output", "html-manager", "html-manager/dist/libembed-amd"])
     paths["@jupyter-widgets/" + name] = manager + name.split("/").pop();
   window.requirejs.config({ paths });
-  // ipywidgets hands its labels to MathJax 2's queue, which the site's MathJax 3 has not.
-  let mathjax;
-  const withQueue = (value) => (mathjax = value && Object.assign(value, { Hub: { Queue() {} } }));
-  withQueue(window.MathJax);
-  Object.defineProperty(window, "MathJax", { get: () => mathjax, set: withQueue });
+
+  // ipywidgets asks MathJax 2 to typeset its labels; the pages have MathJax 3, and labels are plain text.
+  const withHub = (mathJax) => mathJax && Object.assign(mathJax, { Hub: { Queue() {} } });
+  let current = withHub(window.MathJax);
+  Object.defineProperty(window, "MathJax", {
+    get: () => current,
+    set: (value) => (current = withHub(value)),
+  });
 })();
