@@ -44,19 +44,23 @@ engine = Engine(Llama.random(config, seed=3), num_blocks=24, block_size=4, event
 for prompt in ([7, 8, 9], [1, 2, 3, 4, 5, 6], [5, 5]):
     request = engine.submit(prompt, 8)
 """
+CHART = """
+import plotly.graph_objects as go
+pagedlab.Chart(go.Figure(go.Bar(y=[1, 2])), alt="two bars", frames={"a": [go.Bar(y=[2, 1])]})
+"""
 CELLS = (
     f"{ENGINE}\nlive = pagedlab.DecodeExplorer(engine)\nlive",
     "calculator = pagedlab.AddressCalculator(pagedlab.LLAMA_3_2_1B)\ncalculator",
     "calculator.view.lane, calculator.view.byte",
     "calculator.controls['kv_head'].value = 5",
+    CHART,
 )
 SHOWN = (
     f"{ENGINE}\npagedlab.DecodeExplorer(engine).run()",
     "pagedlab.AddressCalculator(pagedlab.LLAMA_3_2_1B)",
     "pagedlab.BlockTableView(engine.table, engine.pool)",
     "pagedlab.RecyclingTimeline(engine.events, 24)",
-    "import plotly.graph_objects as go\n"
-    "pagedlab.Chart(go.Figure(go.Bar(y=[1, 2])), alt='two bars', frames={'a': [go.Bar(y=[2, 1])]})",
+    CHART,
     "import anywidget, ipywidgets, numpy, plotly\n"
     "*(it.__version__ for it in (anywidget, ipywidgets, numpy, plotly)),",
 )
@@ -117,6 +121,8 @@ def test_widgets_in_jupyterlab_follow_kernel_and_reader(lab: tuple[str, Path], p
     cells = page.locator(".jp-CodeCell")
     expect(cells).to_have_count(len(CELLS), timeout=60_000)
 
+    expect(page.get_by_text("| Idle")).to_be_visible(timeout=60_000)
+
     def run_cell(index: int) -> None:
         cells.nth(index).locator(".cm-content").click()
         page.keyboard.press("ControlOrMeta+Enter")
@@ -168,6 +174,9 @@ def test_widgets_in_jupyterlab_follow_kernel_and_reader(lab: tuple[str, Path], p
     assert handle.get_attribute("aria-label") == "lane"
     other = LLAMA_3_2_1B.k_address(3, 1, 5, lane - 1 if lane else 1)
     expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {other:,}")
+
+    run_cell(4)
+    expect(cells.nth(4).locator(".js-plotly-plot .bars")).to_be_visible(timeout=20_000)
 
 
 @pytest.fixture(scope="module")

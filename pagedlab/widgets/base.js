@@ -148,7 +148,7 @@ function predictor(ui) {
   });
   toggle.addEventListener("click", () => ui.set({ predict: !ui.get("predict") }));
   another.addEventListener("click", () => {
-    for (let tries = 0; tries < 20; tries++) {
+    for (let attempt = 0; attempt < 20; attempt++) {
       ui.another();
       ui.draw();
       if (asked && !solved.has(asked.id)) return field.focus();

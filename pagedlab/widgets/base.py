@@ -1,5 +1,6 @@
 """What every widget shares: the theme, base.js, and controls linked in the browser."""
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from json import dumps
@@ -24,12 +25,11 @@ def esm(view: str, *names: str) -> str:
     """One module of base.js and the named files, whose default export hosts the function `view`.
 
     A module travels with each widget (a static page has no other way to find it), so the files are
-    small, need no bundler, and leave indentation and comment lines behind.
+    small, need no bundler, and leave indentation and comments on lines of their own behind.
     """
     text = "\n".join((FOLDER / f"{name}.js").read_text("utf-8") for name in ("base", *names))
-    lines = [line.strip() for line in text.splitlines()]
-    code = [line for line in lines if line and not line.startswith(("//", "/**", "* ", "*/"))]
-    return "\n".join([*code, f"export default host({view});\n"])
+    text = re.sub(r"^\s*(//.*|/\*\*(?s:.*?)\*/)\n|^\s+", "", text, flags=re.MULTILINE)
+    return f"{text}\nexport default host({view});\n"
 
 
 class View(anywidget.AnyWidget):
