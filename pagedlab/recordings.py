@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,13 +93,14 @@ def load(name: Path | str) -> Recording:
 
 
 def find(name: Path | str) -> Path:
-    """The file of a recording: a path, or a name in the book's folder of recordings.
+    """The file of a recording: a path, or a name in the book's recordings, installed or not.
 
     Raises:
         RecordingError: there is none.
     """
     folders = (Path("recordings"), Path("book/recordings"), PACKAGE.parent / "book/recordings")
-    for path in (Path(name), *(folder / f"{name}.json" for folder in folders)):
+    in_folders = [folder / f"{name}.json" for folder in folders]
+    for path in (Path(name), *in_folders, *_installed(f"{name}.json")):
         if path.is_file():
             return path
     raise RecordingError(
@@ -183,6 +184,14 @@ def _row(event: Any) -> list[Any]:
     if lengths.get(str(row[0])) != len(row) or not whole:
         raise RecordingError(f"events: expected a block, slot or token event, got {event!r}")
     return row
+
+
+def _installed(file_name: str) -> list[Path]:
+    try:
+        files = distribution("pagedlab").files or []
+    except PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())) for file in files if file.name == file_name]
 
 
 def _expect_fields(what: str, content: Any, names: tuple[str, ...]) -> None:
