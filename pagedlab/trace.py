@@ -15,9 +15,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from pagedlab.kernels import portable
-from pagedlab.recorder import MEMORY_OPS, Access, Pointer, Recorder, Step, Truncated
+from pagedlab import portable
 from pagedlab.source import Source, show
+from pagedlab.trace_recorder import MEMORY_OPS, Access, Pointer, Recorder, Step, Truncated
 
 
 @dataclasses.dataclass(repr=False, eq=False)

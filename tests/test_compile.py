@@ -10,8 +10,8 @@ import torch
 from pagedlab import KVLayout, compile_for
 from pagedlab.kernels.by_block import by_block
 from pagedlab.kernels.by_token import by_token
-from pagedlab.kernels.portable import capture_launch
 from pagedlab.kernels.write_kv import write_kv
+from pagedlab.portable import capture_launch
 
 NVIDIA = ["sm_75", "sm_80", "sm_89", "sm_90"]
 

@@ -21,7 +21,7 @@ from widget_pages import enter, panel, prepare, write_page
 from pagedlab import KernelStepper, KVLayout
 from pagedlab.kernels.by_block import by_block
 from pagedlab.kernels.by_token import by_token
-from pagedlab.recorder import Pointer
+from pagedlab.trace_recorder import Pointer
 from pagedlab.source import Source
 from pagedlab.trace import Trace, step, step_launch
 

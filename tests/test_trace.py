@@ -16,8 +16,8 @@ import torch
 import pagedlab
 from pagedlab import KVLayout
 from pagedlab.kernels.by_token import by_token
-from pagedlab.recorder import Pointer
 from pagedlab.trace import Trace, step, step_launch
+from pagedlab.trace_recorder import Pointer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-5 if DEVICE == "cuda" else 0  # the same interpreter gives the same bits
@@ -274,7 +274,7 @@ def test_what_cannot_be_stepped_is_refused_in_one_line(call, message):
 CELL = """
 import torch, triton, triton.language as tl
 from pagedlab import step
-from pagedlab.recorder import Pointer
+from pagedlab.trace_recorder import Pointer
 import kernels_to_step
 
 SCALE: tl.constexpr = 3

@@ -26,7 +26,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
         return
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    from pagedlab.recorder import MEMORY_OPS
+    from pagedlab.trace_recorder import MEMORY_OPS
 
     memory = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in args if isinstance(t, torch.Tensor)]
 

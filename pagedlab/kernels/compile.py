@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pagedlab.kernels import portable
+from pagedlab import portable
 
 
 class Compiled(NamedTuple):
@@ -44,7 +44,7 @@ def compile_for(
 
     >>> import torch
     >>> from pagedlab import KVLayout
-    >>> from pagedlab.kernels.portable import capture_launch
+    >>> from pagedlab.portable import capture_launch
     >>> from pagedlab.kernels.write_kv import write_kv
     >>> layout = KVLayout(block_size=4, num_kv_heads=1, head_dim=16, dtype=torch.bfloat16)
     >>> k = table = cache = torch.empty(1, 1, 1, dtype=torch.bfloat16)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from pagedlab.layout import KVLayout
-from pagedlab.recorder import Pointer, Step
 from pagedlab.source import Source
 from pagedlab.trace import Trace
+from pagedlab.trace_recorder import Pointer, Step
 from pagedlab.widgets.kernel_patterns import (
     DETAIL,
     Iterations,

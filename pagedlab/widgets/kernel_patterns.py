@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedlab.recorder import Step
+from pagedlab.trace_recorder import Step
 
 DETAIL = 16  # tokens whose arrays travel with the widget
 

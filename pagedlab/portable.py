@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
-SERVE = "import triton, sys; from pagedlab.kernels import portable; portable._serve(*sys.argv[1:])"
+SERVE = "import triton, sys; from pagedlab import portable; portable._serve(*sys.argv[1:])"
 
 
 def bind(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict, dict]:
