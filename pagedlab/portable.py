@@ -134,7 +134,9 @@ class Pickler(pickle.Pickler):
         return _rebuild, (fn.__name__, tree, file, linecache.getlines(file), used, fixed)
 
 
-def _rebuild(name: str, tree: ast.Module, file: str, lines: list[str], used: dict, fixed: Any):
+def _rebuild(
+    name: str, tree: ast.Module, file: str, lines: list[str], used: dict[str, Any], fixed: Any
+) -> Any:
     import triton
 
     linecache.cache[file] = (len(lines), None, lines, file)

@@ -25,7 +25,7 @@ CORE = (
     "layout block_pool block_table kv_cache reference attention trace source checkpoint tokenizer "
     "llama sampling scheduler decode_graph engine"
 )
-MAX_CORE_LINES, MAX_MODULE_LINES = 2000, 250
+MAX_CORE_LINES, MAX_MODULE_LINES = 2500, 250
 # What a Colab runtime held in August 2026.
 COLAB = {
     "anywidget": "0.9.21",
