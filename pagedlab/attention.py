@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -294,30 +295,37 @@ def _torch_attention(
     scale: float,
     plan: AttentionPlan,
 ) -> None:
-    """One row at a time: gather its blocks, then torch's attention; float32 inside."""
+    """Gather the blocks of all rows, then torch's attention row by row; float32 inside."""
     layout = cache.layout
     capacity = table.max_blocks_per_seq * layout.block_size
     lengths = plan.seq_lens if plan.seq_lens is not None else seq_lens.tolist()
     slots = plan.active_slots if plan.active_slots is not None else active_slots.tolist()
+    alive = []  # row, tokens, physical blocks
     for row, (seq_len, slot) in enumerate(zip(lengths, slots, strict=True)):
-        if not (0 <= slot < table.num_slots and 0 <= seq_len <= capacity):
+        valid = 0 <= slot < table.num_slots and 0 <= seq_len <= capacity
+        if valid and seq_len > 0:
+            blocks = table.host[slot, layer, : layout.num_logical_blocks(seq_len)]
+            if plan.seq_lens is None:  # not checked yet
+                valid = bool(((blocks >= 0) & (blocks < cache.num_blocks)).all())
+        if not valid:
             out[row] = math.nan
-            continue
-        if seq_len == 0:
+        elif seq_len == 0:
             out[row] = 0
-            continue
-        blocks = table.device[slot, layer, : layout.num_logical_blocks(seq_len)]
-        k, v = cache.gather_blocks(blocks.clamp(0, cache.num_blocks - 1))
-        # the q heads that share a kv head are queries over the same keys:
-        # [1, num_kv_heads, group_size, head_dim]
-        grouped_q = q[row].view(1, layout.num_kv_heads, -1, layout.head_dim)
-        result = scaled_dot_product_attention(
-            grouped_q.float(),
-            k[None, :seq_len].float().transpose(1, 2),  # [1, num_kv_heads, seq_len, head_dim]
-            v[None, :seq_len].float().transpose(1, 2),
-            scale=scale,
-        ).view(q.shape[1:])
-        if plan.seq_lens is None:  # not checked on the host
-            outside = ((blocks < 0) | (blocks >= cache.num_blocks)).any()
-            result = result.masked_fill(outside, math.nan)
-        out[row].copy_(result)
+        else:
+            alive.append((row, seq_len, blocks))
+    if not alive:
+        return
+    k_rows = 2 * np.concatenate([blocks for _, _, blocks in alive]).astype(np.int64)
+    both = torch.from_numpy(np.concatenate((k_rows, k_rows + 1))).to(q.device)
+    # [2 (K, V), 1, num_kv_heads, tokens of all rows, head_dim]
+    gathered = cache.rows.index_select(0, both).view(2, 1, -1, *cache.blocks.shape[3:])
+    gathered = gathered.float().transpose(2, 3)
+    # the q heads that share a kv head are queries over the same keys
+    group_size = q.shape[1] // layout.num_kv_heads
+    grouped_q = q.float().view(-1, 1, layout.num_kv_heads, group_size, layout.head_dim)
+    start = 0
+    for row, seq_len, blocks in alive:
+        k, v = gathered.narrow(3, start, seq_len).unbind()
+        result = scaled_dot_product_attention(grouped_q[row], k, v, scale=scale)
+        out[row] = result.view(q.shape[1:])
+        start += len(blocks) * layout.block_size

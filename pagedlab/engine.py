@@ -219,6 +219,7 @@ class Engine:
         wanted = f"each of {self.num_blocks} blocks free or in one entry"
         expect(len(set(blocks)) == len(blocks) == self.num_blocks, "blocks", wanted, blocks)
 
+    @torch.inference_mode()
     def _logits(self, running: list[Request]) -> torch.Tensor:
         """Logits after each request's last token, float32 [num_running, vocab_size]."""
         model, cache, table = self.model, self.cache, self.table
