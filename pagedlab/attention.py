@@ -100,7 +100,7 @@ def attention_plan(
     if seq_lens.is_cuda:
         work = None
         if num_active and has_triton():
-            from pagedlab.kernels.split_kv import plan_work
+            from pagedlab.kernels.plan import plan_work
 
             work = plan_work(seq_lens, active_slots, table.device, cache.layout)
         return AttentionPlan(num_active, None, None, work)

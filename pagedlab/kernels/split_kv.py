@@ -1,106 +1,19 @@
 """The fast kernel: q heads grouped, long sequences split, and their parts merged (chapter 11).
 
-plan_kernel runs once a step and cuts the batch into work items, longest sequence first. For each
-layer split_kv_kernel takes one item and the q heads of one kv head per program, and merge_kernel puts
-the parts of split sequences together. Grids and buffers depend on the batch size, the layout and the
-GPU, never on the lengths, so all of it can be captured in a CUDA graph.
+plan.py cuts the batch into work items once a step. In each layer split_kv_kernel takes one item
+and the q heads of one kv head (or two) per program; merge_kernel joins the parts of sequences that
+were split.
 """
-
-from dataclasses import dataclass
-from functools import cache as cached
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from pagedlab.kernels.launch import SIZES, attention_arguments
+from pagedlab.kernels.plan import Work, device_facts, launch_rule, plan_work
 from pagedlab.layout import KVLayout
 
 LOG2_E = 1.4426950408889634
-MIN_PIECE = 64  # tokens; pieces are multiples of it
-
-
-@dataclass
-class Work:
-    """The work items of one step, on the device; plan_work makes them.
-
-    counts: int32 [2], the items that are parts of split sequences (they come first), and those
-        sequences.
-    items: int32 [max_items, 4], each row (-1: no item), slot, first token, end (-1: invalid row).
-    merges: int32 [num_active, 3], each row, its first item, its items; the longest sequence first.
-    max_parts: items of split sequences, at most.
-    settled: whether a kernel has been launched that waited for plan_kernel and the table.
-    """
-
-    counts: torch.Tensor
-    items: torch.Tensor
-    merges: torch.Tensor
-    max_parts: int
-    settled: bool = False
-
-
-@triton.jit
-def cut(seq_len, chunk, MIN_PIECE: tl.constexpr):
-    """Cut a sequence evenly into pieces of about `chunk` tokens: tokens per piece, pieces."""
-    pieces = tl.maximum((2 * seq_len + chunk) // (2 * chunk), 1)
-    piece = (seq_len + pieces * MIN_PIECE - 1) // (pieces * MIN_PIECE) * MIN_PIECE
-    piece = tl.maximum(piece, MIN_PIECE)
-    return piece, tl.maximum((seq_len + piece - 1) // piece, 1)
-
-
-@triton.jit(
-    do_not_specialize=["num_active", "num_slots", "max_blocks_per_seq", "max_items", "num_pieces"]
-)
-def plan_kernel(
-    seq_lens_ptr,  # [num_active] int32
-    active_slots_ptr,  # [num_active] int32
-    counts_ptr,  # of Work
-    items_ptr,  # of Work
-    merges_ptr,  # of Work
-    num_active,
-    num_slots,
-    max_blocks_per_seq,
-    max_items,
-    num_pieces,  # a piece is about this part of all tokens
-    BLOCK_SIZE: tl.constexpr,
-    MIN_PIECE: tl.constexpr,
-    ROWS: tl.constexpr,  # num_active, padded to a power of two
-):
-    row = tl.program_id(0)
-    rows = tl.arange(0, ROWS)
-    exists = rows < num_active
-    capacity = max_blocks_per_seq * BLOCK_SIZE
-    slots = tl.load(active_slots_ptr + rows, mask=exists, other=-1)
-    seq_lens = tl.load(seq_lens_ptr + rows, mask=exists, other=0)
-    valid = (slots >= 0) & (slots < num_slots) & (seq_lens >= 0) & (seq_lens <= capacity)
-    seq_lens = tl.where(valid, seq_lens, 0)
-    slot = tl.load(active_slots_ptr + row)
-    seq_len = tl.sum(tl.where(rows == row, seq_lens, 0), 0)
-    row_valid = tl.sum(((rows == row) & valid).to(tl.int32), 0) > 0
-
-    chunk = tl.maximum((tl.sum(seq_lens, 0) + num_pieces - 1) // num_pieces, MIN_PIECE)
-    _, all_pieces = cut(seq_lens, chunk, MIN_PIECE)
-    all_pieces = tl.where(exists, all_pieces, 0)
-    piece, pieces = cut(seq_len, chunk, MIN_PIECE)
-    if row == 0:
-        split = all_pieces > 1
-        tl.store(counts_ptr, tl.sum(tl.where(split, all_pieces, 0), 0))
-        tl.store(counts_ptr + 1, tl.sum(split.to(tl.int32), 0))
-        for i in range(tl.sum(all_pieces, 0), max_items):
-            tl.store(items_ptr + 4 * i, -1)
-
-    earlier = exists & ((seq_lens > seq_len) | ((seq_lens == seq_len) & (rows < row)))
-    first_item = tl.sum(tl.where(earlier, all_pieces, 0), 0)
-    merge_ptr = merges_ptr + 3 * tl.sum(earlier.to(tl.int32), 0)
-    tl.store(merge_ptr, row)
-    tl.store(merge_ptr + 1, first_item)
-    tl.store(merge_ptr + 2, pieces)
-    for i in range(pieces):
-        item_ptr = items_ptr + 4 * (first_item + i)
-        tl.store(item_ptr, row)
-        tl.store(item_ptr + 1, slot)
-        tl.store(item_ptr + 2, i * piece)
-        tl.store(item_ptr + 3, tl.where(row_valid, tl.minimum((i + 1) * piece, seq_len), -1))
 
 
 @triton.jit
@@ -110,17 +23,7 @@ def prefetch_to_l2(address):
     tl.inline_asm_elementwise(code, "=r,l", [address], tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "layer",
-        "num_slots",
-        "num_blocks",
-        "max_blocks_per_seq",
-        "num_q_heads",
-        "stride_slot",
-        "stride_layer",
-    ]
-)
+@triton.jit(do_not_specialize=[*SIZES, "num_q_heads", "stride_slot", "stride_layer"])
 def split_kv_kernel(
     q_ptr,  # [num_active, num_q_heads, head_dim], row stride stride_q
     cache_ptr,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
@@ -292,78 +195,6 @@ def merge_kernel(
         tl.store(out_ptrs, (acc / d).to(out_ptr.dtype.element_ty), mask=in_head)
 
 
-class Device(NamedTuple):
-    """What the launch rule needs to know of a GPU; a CPU stands for a tiny one."""
-
-    num_sms: int
-    has_dot: bool  # matrix units that tl.dot uses
-    has_pdl: bool  # programmatic dependent launch: measured on sm_90 alone
-
-
-@cached
-def device_facts(device: torch.device) -> Device:
-    if device.type != "cuda":
-        return Device(num_sms=2, has_dot=True, has_pdl=False)
-    major, _ = torch.cuda.get_device_capability(device)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Device(num_sms, has_dot=major >= 8, has_pdl=major == 9)
-
-
-class Launch(NamedTuple):
-    """How split_kv_kernel and merge_kernel are launched."""
-
-    tokens: int
-    num_warps: int
-    num_stages: int
-    prefetch: bool
-    trigger_early: bool
-    merge_lanes: int = 64
-    merge_parts: int = 32
-    merge_rows: int = 8
-    merge_warps: int = 4
-    kv_heads: int = 1
-
-
-def pieces_wanted(num_kv_heads: int, num_sms: int) -> int:
-    return max(1, 4 * num_sms // num_kv_heads)
-
-
-def launch_rule(num_programs: int, num_sms: int, layout: KVLayout) -> Launch:
-    """See benchmarks/NOTES.md."""
-    return Launch(32, 1, 3, True, True)
-
-
-def plan_work(
-    seq_lens: torch.Tensor,
-    active_slots: torch.Tensor,
-    block_table: torch.Tensor,
-    layout: KVLayout,
-) -> Work:
-    """Launch plan_kernel over the rows of a batch; see Work."""
-    num_active = seq_lens.shape[0]
-    num_pieces = pieces_wanted(layout.num_kv_heads, device_facts(seq_lens.device).num_sms)
-    max_items = num_active + num_pieces
-    sizes = [4 * max_items, 3 * num_active, 2]
-    items, merges, counts = seq_lens.new_empty(sum(sizes)).split(sizes)
-    plan_kernel[(num_active,)](
-        seq_lens,
-        active_slots,
-        counts,
-        items,
-        merges,
-        num_active,
-        block_table.shape[0],
-        block_table.shape[2],
-        max_items,
-        num_pieces,
-        BLOCK_SIZE=layout.block_size,
-        MIN_PIECE=MIN_PIECE,
-        ROWS=triton.next_power_of_2(num_active),
-        num_warps=1,
-    )
-    return Work(counts, items.view(-1, 4), merges.view(-1, 3), num_pieces * 4 // 3)
-
-
 def split_kv(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -382,52 +213,41 @@ def split_kv(
         work: this step's plan_work, made here if None.
     """
     num_active, num_q_heads, head_dim = q.shape
-    num_sms, has_dot, has_pdl = device_facts(q.device)
     if work is None:
         work = plan_work(seq_lens, active_slots, block_table, layout)
-    use_dot = has_dot and q.dtype != torch.float32  # matrix units have no IEEE float32
+    device = device_facts(q.device)
+    use_dot = device.has_dot and q.dtype != torch.float32  # matrix units have no IEEE float32
+    rule = launch_rule(num_active, layout, device, use_dot)
     group_size = num_q_heads // layout.num_kv_heads
-    heads = 16 if use_dot else 1
-    rule = launch_rule(layout.num_kv_heads * num_active, num_sms, layout)
-    kv_heads = rule.kv_heads if use_dot else 1
+    kv_heads = rule.kv_heads if group_size <= 16 else 1
+    heads = max(16, triton.next_power_of_2(min(16, group_size) * kv_heads)) if use_dot else 1
     programs = layout.num_kv_heads // kv_heads * triton.cdiv(group_size * kv_heads, heads)
-    parts = q.new_empty(work.max_parts * num_q_heads * (head_dim + 1), dtype=torch.float32)
-    parts, lses = parts.split([work.max_parts * num_q_heads * n for n in (head_dim, 1)])
-    pdl = has_pdl and work.settled
+    parts_per_lane = work.max_parts * num_q_heads
+    parts = q.new_empty(parts_per_lane * (head_dim + 1), dtype=torch.float32)
+    parts, lses = parts.split([parts_per_lane * head_dim, parts_per_lane])
+    arguments = attention_arguments(
+        q, cache, block_table, seq_lens, active_slots, layer, layout, out, scale * LOG2_E
+    )
+    del arguments["seq_lens_ptr"], arguments["active_slots_ptr"]  # read by the plan
+    early = device.has_pdl and work.settled
     split_kv_kernel[(programs, len(work.items))](
-        q,
-        cache,
-        block_table,
-        work.counts,
-        work.items,
-        out,
-        parts,
-        lses,
-        layer,
-        scale * LOG2_E,
-        block_table.shape[0],
-        cache.numel() * cache.itemsize // layout.block_bytes,
-        block_table.shape[2],
-        num_q_heads,
-        q.stride(0),
-        out.stride(0),
-        block_table.stride(0),
-        block_table.stride(1),
-        BLOCK_SIZE=layout.block_size,
-        NUM_KV_HEADS=layout.num_kv_heads,
-        HEAD_DIM=head_dim,
+        **arguments,
+        counts_ptr=work.counts,
+        items_ptr=work.items,
+        parts_ptr=parts,
+        lses_ptr=lses,
+        num_q_heads=num_q_heads,
         LANES=triton.next_power_of_2(head_dim),
-        GROUP_SIZE=group_size,
         KV_HEADS=kv_heads,
         HEADS=heads,
         TOKENS=rule.tokens,
         USE_DOT=use_dot,
-        PDL=pdl,
-        PREFETCH=rule.prefetch,
-        TRIGGER_EARLY=rule.trigger_early and has_pdl,
+        PDL=early,
+        PREFETCH=rule.trigger_early and kv_heads == 1,
+        TRIGGER_EARLY=rule.trigger_early and device.has_pdl,
         num_warps=rule.num_warps,
         num_stages=rule.num_stages,
-        **{"launch_pdl": True} if pdl else {},
+        **{"launch_pdl": True} if early else {},
     )
     work.settled = True
     rows = min(num_active, rule.merge_rows)
@@ -441,7 +261,7 @@ def split_kv(
         HEAD_DIM=head_dim,
         LANES=rule.merge_lanes,
         PARTS=rule.merge_parts,
-        PDL=has_pdl,
-        num_warps=rule.merge_warps,
-        **{"launch_pdl": True} if has_pdl else {},
+        PDL=device.has_pdl,
+        num_warps=1,
+        **{"launch_pdl": True} if device.has_pdl else {},
     )

@@ -1,0 +1,208 @@
+"""What split_kv does with a batch: the launch rule, and the plan that cuts it into work items.
+
+The grids and buffers depend on the batch size, the layout and the GPU, never on the lengths, which
+plan_kernel reads on the device: so a CUDA graph of plan and layers serves every length.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache as cached
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagedlab.layout import KVLayout
+
+MIN_PIECE = 64  # tokens; pieces are multiples of it
+
+
+class Device(NamedTuple):
+    """What the launch rule needs to know of a GPU; a CPU stands for a tiny one."""
+
+    num_sms: int = 2
+    shared_bytes: int = 2**16  # of one SM
+    has_dot: bool = True  # matrix units that tl.dot uses
+    has_pdl: bool = False  # programmatic dependent launch; measured on sm_90 alone
+
+
+@cached
+def device_facts(device: torch.device) -> Device:
+    """The facts of a torch device."""
+    if device.type != "cuda":
+        return Device()
+    gpu = torch.cuda.get_device_properties(device)
+    shared_bytes = gpu.shared_memory_per_multiprocessor
+    return Device(gpu.multi_processor_count, shared_bytes, gpu.major >= 8, gpu.major == 9)
+
+
+class Launch(NamedTuple):
+    """How the kernels of one batch size are launched."""
+
+    pieces: int  # that all sequences together are cut into, if they are long enough
+    tokens: int  # that a program takes at a time
+    kv_heads: int  # side by side, that a program takes
+    num_warps: int
+    num_stages: int
+    trigger_early: bool
+    merge_parts: int  # that a program of merge_kernel takes at a time
+    merge_lanes: int
+    merge_rows: int
+
+
+def launch_rule(num_active: int, layout: KVLayout, device: Device, use_dot: bool = True) -> Launch:
+    """Choose tiles, pipeline depth and pieces; benchmarks/NOTES.md has the measurements behind it.
+
+    What decides is how many programs there are per SM while no sequence is split, a program reading
+    64 lanes. Few: cut the sequences, take small tiles, start early. Many: leave them whole, with two
+    kv heads side by side (rows of 256 bytes), and as many stages as let all programs be resident.
+    """
+    lanes = triton.next_power_of_2(layout.head_dim)
+    wide = max(1, lanes // 64)
+    sms_per_head = device.num_sms / layout.num_kv_heads
+    per_sm = num_active * wide / sms_per_head
+    pair = 2 if lanes == 64 and layout.num_kv_heads % 2 == 0 else 1
+    tokens, kv_heads, stages, early = (64 if lanes <= 128 else 32), 1, 4, True
+    merge = (16, 64, 32)
+    if not use_dot:
+        resident, tokens, stages = 4, min(64, max(8, 2048 // lanes)), 2
+    elif per_sm <= 0.25:
+        resident, merge = 4 // wide, (128, 16, 32)
+    elif per_sm <= 1.5 or (per_sm <= 2 and lanes * pair != 128):
+        resident, tokens = 8 // wide, 32
+    elif per_sm <= 2:  # one program takes an SM for itself
+        resident, tokens, kv_heads, stages, merge = 1, 128, pair, 3, (16, 64, 4)
+    elif per_sm <= 3:  # too few to leave them whole: two pieces each
+        resident, early = math.ceil(2 * per_sm / wide), False
+    else:
+        kv_heads = pair if per_sm > 8 else 1
+        resident, early, merge = math.ceil(per_sm / wide / kv_heads), kv_heads == 2, (16, 64, 4)
+    if per_sm <= 2 or not use_dot:
+        # half a piece per sequence less, since rounding may add as much
+        pieces = round(max(1, resident) * kv_heads * sms_per_head) - num_active // 2
+    else:
+        pieces = 2 * num_active if per_sm <= 3 else round(4 * kv_heads * sms_per_head)
+    stage_bytes = 2 * tokens * kv_heads * lanes * layout.dtype.itemsize
+    fitting = (device.shared_bytes // max(1, resident) - 3200) // stage_bytes + 1
+    num_warps = min(4, max(1, tokens * kv_heads * lanes // 2048)) if use_dot else 4
+    return Launch(
+        max(1, pieces), tokens, kv_heads, num_warps, min(stages, max(2, fitting)), early, *merge
+    )
+
+
+@dataclass
+class Work:
+    """The work items of one step, on the device; plan_work makes them.
+
+    counts: int32 [2], the items that are parts of split sequences (they come first), and those
+        sequences.
+    items: int32 [max_items, 4], each row (-1: no item), slot, first token, end (-1: invalid row).
+    merges: int32 [num_active, 3], each row, its first item, its items; the longest sequence first.
+    max_parts: items of split sequences, at most.
+    settled: whether a kernel has been launched that waited for plan_kernel and the table, so that
+        the next ones may look at them before their wait.
+    """
+
+    counts: torch.Tensor
+    items: torch.Tensor
+    merges: torch.Tensor
+    max_parts: int
+    settled: bool = False
+
+
+@triton.jit
+def cut(seq_len, chunk, MIN_PIECE: tl.constexpr):
+    """Cut a sequence evenly into pieces of about `chunk` tokens: tokens per piece, pieces."""
+    pieces = tl.maximum((2 * seq_len + chunk) // (2 * chunk), 1)
+    piece = (seq_len + pieces * MIN_PIECE - 1) // (pieces * MIN_PIECE) * MIN_PIECE
+    piece = tl.maximum(piece, MIN_PIECE)
+    return piece, tl.maximum((seq_len + piece - 1) // piece, 1)
+
+
+@triton.jit(
+    do_not_specialize=["num_active", "num_slots", "max_blocks_per_seq", "max_items", "num_pieces"]
+)
+def plan_kernel(
+    seq_lens_ptr,  # [num_active] int32
+    active_slots_ptr,  # [num_active] int32
+    counts_ptr,  # of Work
+    items_ptr,  # of Work
+    merges_ptr,  # of Work
+    num_active,
+    num_slots,
+    max_blocks_per_seq,
+    max_items,
+    num_pieces,  # a piece is about this part of all tokens
+    BLOCK_SIZE: tl.constexpr,
+    MIN_PIECE: tl.constexpr,
+    ROWS: tl.constexpr,  # num_active, padded to a power of two
+):
+    row = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    exists = rows < num_active
+    capacity = max_blocks_per_seq * BLOCK_SIZE
+    slots = tl.load(active_slots_ptr + rows, mask=exists, other=-1)
+    seq_lens = tl.load(seq_lens_ptr + rows, mask=exists, other=0)
+    valid = (slots >= 0) & (slots < num_slots) & (seq_lens >= 0) & (seq_lens <= capacity)
+    seq_lens = tl.where(valid, seq_lens, 0)
+    slot = tl.load(active_slots_ptr + row)
+    seq_len = tl.sum(tl.where(rows == row, seq_lens, 0), 0)
+    row_valid = tl.sum(((rows == row) & valid).to(tl.int32), 0) > 0
+
+    chunk = tl.maximum((tl.sum(seq_lens, 0) + num_pieces - 1) // num_pieces, MIN_PIECE)
+    _, all_pieces = cut(seq_lens, chunk, MIN_PIECE)
+    all_pieces = tl.where(exists, all_pieces, 0)
+    piece, pieces = cut(seq_len, chunk, MIN_PIECE)
+    if row == 0:
+        split = all_pieces > 1
+        tl.store(counts_ptr, tl.sum(tl.where(split, all_pieces, 0), 0))
+        tl.store(counts_ptr + 1, tl.sum(split.to(tl.int32), 0))
+        for i in range(tl.sum(all_pieces, 0), max_items):
+            tl.store(items_ptr + 4 * i, -1)
+
+    earlier = exists & ((seq_lens > seq_len) | ((seq_lens == seq_len) & (rows < row)))
+    first_item = tl.sum(tl.where(earlier, all_pieces, 0), 0)
+    merge_ptr = merges_ptr + 3 * tl.sum(earlier.to(tl.int32), 0)
+    tl.store(merge_ptr, row)
+    tl.store(merge_ptr + 1, first_item)
+    tl.store(merge_ptr + 2, pieces)
+    for i in range(pieces):
+        item_ptr = items_ptr + 4 * (first_item + i)
+        tl.store(item_ptr, row)
+        tl.store(item_ptr + 1, slot)
+        tl.store(item_ptr + 2, i * piece)
+        tl.store(item_ptr + 3, tl.where(row_valid, tl.minimum((i + 1) * piece, seq_len), -1))
+
+
+def plan_work(
+    seq_lens: torch.Tensor, active_slots: torch.Tensor, block_table: torch.Tensor, layout: KVLayout
+) -> Work:
+    """Launch plan_kernel over the rows of a batch: cut it into work items, longest row first.
+
+    Args:
+        seq_lens, active_slots: int32 [num_active]; a row that does not fit the table gets NaN.
+        block_table: only its shape is read.
+    """
+    num_active = seq_lens.shape[0]
+    num_pieces = launch_rule(num_active, layout, device_facts(seq_lens.device)).pieces
+    max_items = num_active + num_pieces
+    sizes = [4 * max_items, 3 * num_active, 2]
+    items, merges, counts = seq_lens.new_empty(sum(sizes)).split(sizes)
+    plan_kernel[(num_active,)](
+        seq_lens,
+        active_slots,
+        counts,
+        items,
+        merges,
+        num_active,
+        block_table.shape[0],
+        block_table.shape[2],
+        max_items,
+        num_pieces,
+        BLOCK_SIZE=layout.block_size,
+        MIN_PIECE=MIN_PIECE,
+        ROWS=triton.next_power_of_2(num_active),
+        num_warps=1,
+    )
+    return Work(counts, items.view(-1, 4), merges.view(-1, 3), num_pieces * 4 // 3)

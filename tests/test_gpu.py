@@ -1,0 +1,296 @@
+"""What only a GPU can show. Where only torch, triton, numpy and pytest are installed:
+
+PYTHONPATH=.:tests python -m pytest --noconftest -m gpu tests/test_gpu.py
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from batches import TOLERANCE, make_batch
+
+from pagedlab import (
+    BlockTable,
+    KVLayout,
+    Llama,
+    LlamaConfig,
+    PagedKVCache,
+    attention_plan,
+    paged_attention,
+)
+from pagedlab.attention import KERNELS
+from pagedlab.block_table import SYNC_POLICIES
+from pagedlab.reference import gathered_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine"),
+]
+LENGTHS = [0, 1, 15, 16, 17, 63, 256, 700]
+NORM_TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+NAN = float("nan")
+
+
+def exact_attention(batch):
+    """The answer in float64, from the keys and values that were written."""
+    out = torch.zeros(batch.q.shape, dtype=torch.float64, device=batch.q.device)
+    for row, (k, v) in enumerate(zip(batch.keys, batch.values, strict=True)):
+        if len(k) == 0:
+            continue
+        group_size = batch.q.shape[1] // k.shape[1]
+        k, v = (x.double().repeat_interleave(group_size, 1) for x in (k, v))
+        scores = torch.einsum("hd,thd->ht", batch.q[row].double(), k) / batch.q.shape[2] ** 0.5
+        out[row] = torch.einsum("ht,thd->hd", scores.softmax(1), v)
+    return out
+
+
+def assert_exact(out, batch):
+    expected = exact_attention(batch)
+    assert not out.isnan().any()
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < NORM_TOLERANCE[out.dtype], f"relative error {error:.1e}"
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def cuda_batch(layout, lengths, num_q_heads, **options):
+    return make_batch(layout, lengths, num_q_heads=num_q_heads, device="cuda", **options)
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "num_kv_heads", "head_dim", "num_q_heads"),
+    [(16, 8, 64, 32), (4, 3, 80, 9), (256, 1, 128, 20), (1, 5, 32, 5)],
+)
+def test_each_kernel_is_right_in_each_dtype(
+    kernel, dtype, block_size, num_kv_heads, head_dim, num_q_heads
+):
+    """Permuted slots and blocks, NaN in every other place, a poisoned output."""
+    if kernel == "by_token" and head_dim == 80:
+        head_dim = 16
+    layout = KVLayout(block_size, num_kv_heads, head_dim, dtype)
+    batch = cuda_batch(layout, LENGTHS, num_q_heads)
+    out = torch.full_like(batch.q, NAN)
+    assert paged_attention(*batch.args, 1, kernel=kernel, out=out) is out
+    assert_exact(out, batch)
+    assert (out[0] == 0).all()
+    by_default = paged_attention(*batch.args, 1, backend="torch")
+    torch.testing.assert_close(by_default, out, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[5000], [900] * 40, [1 + 3 * i for i in range(300)], [100] * 70 + [20_000] + [50] * 9],
+    ids=["one long", "40 alike", "300 ragged", "one long among many short"],
+)
+@pytest.mark.parametrize(("num_q_heads", "head_dim"), [(32, 64), (64, 128), (8, 64)])
+def test_split_kv_is_right_for_every_kind_of_batch(lengths, num_q_heads, head_dim):
+    """Whatever the launch rule chooses; called twice, since the second call starts early."""
+    batch = cuda_batch(KVLayout(16, 8, head_dim, torch.bfloat16), lengths, num_q_heads)
+    plan = attention_plan(batch.seq_lens, batch.active_slots, batch.table, batch.cache)
+    for _ in range(3):
+        out = torch.full_like(batch.q, NAN)
+        assert_exact(paged_attention(*batch.args, 1, plan=plan, out=out), batch)
+
+
+def test_a_plan_on_dirty_memory_reads_nothing_outside():
+    """The memory that a new plan takes may hold anything; programs that start early look at it."""
+    batch = cuda_batch(KVLayout(16, 8, 64, torch.bfloat16), LENGTHS, 32)
+    for garbage in (-(2**31), 2**31 - 1, -1, 7):
+        dirty = [torch.full((2**18,), garbage, dtype=torch.int32, device="cuda") for _ in range(9)]
+        del dirty
+        assert_exact(paged_attention(*batch.args, 1), batch)
+
+
+def test_out_may_be_q_and_rows_may_be_slices(kernel):
+    batch = cuda_batch(KVLayout(16, 2, 64, torch.float16), LENGTHS, 6)
+    expected = paged_attention(*batch.args, 1, kernel=kernel)
+    wide = torch.full((len(LENGTHS), 20, 64), NAN, dtype=torch.float16, device="cuda")
+    for q in (batch.q.clone(), wide[:, 3:9]):
+        q.copy_(batch.q)
+        assert paged_attention(q, *batch.args[1:], 1, kernel=kernel, out=q) is q
+        assert torch.equal(q, expected)
+    assert wide[:, :3].isnan().all()
+    assert wide[:, 9:].isnan().all()
+
+
+@pytest.mark.parametrize("row", [1, 7])  # a short one, and one that split_kv splits
+@pytest.mark.parametrize("what", ["length < 0", "length", "slot < 0", "slot", "block -1", "block"])
+def test_an_invalid_row_is_nan_and_the_others_are_right(kernel, row, what):
+    batch = cuda_batch(KVLayout(16, 2, 64, torch.bfloat16), LENGTHS, 8)
+    expected = paged_attention(*batch.args, 1, kernel=kernel)
+    seq_lens, active_slots = batch.seq_lens.clone(), batch.active_slots.clone()
+    entry = (int(active_slots[row]), 1, 0)
+    if what.startswith("length"):
+        seq_lens[row] = -1 if "<" in what else 10**6
+    elif what.startswith("slot"):
+        active_slots[row] = -1 if "<" in what else 10**6
+    else:
+        batch.table.device[entry] = -1 if "-1" in what else 10**6
+    out = paged_attention(*batch.args[:3], seq_lens, active_slots, 1, kernel=kernel)
+    assert out[row].isnan().all()
+    others = [other for other in range(len(LENGTHS)) if other != row]
+    assert (out[others] - expected[others]).abs().max() <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_append_writes_what_prefill_writes(dtype):
+    layout = KVLayout(16, 3, 80, dtype)
+    batch = cuda_batch(layout, LENGTHS, 3)
+    written = batch.cache.buffer.clone()
+    last = [max(length - 1, 0) for length in LENGTHS]
+    pick = [x[i] if len(x) else x.new_zeros(3, 80) for x, i in zip(batch.keys, last, strict=True)]
+    k = torch.stack(pick)
+    pick = [x[i] if len(x) else x.new_zeros(3, 80) for x, i in zip(batch.values, last, strict=True)]
+    v = torch.stack(pick)
+    for row, length in enumerate(LENGTHS):
+        if length:
+            block = batch.table.lookup(int(batch.active_slots[row]), 1, (length - 1) // 16)
+            batch.cache.blocks[block, :, (length - 1) % 16] = NAN
+    batch.cache.append(k, v, batch.table, batch.seq_lens, batch.active_slots, 1)
+    torch.testing.assert_close(batch.cache.buffer, written, rtol=0, atol=0, equal_nan=True)
+
+
+def test_append_writes_nothing_for_a_row_that_does_not_fit():
+    batch = cuda_batch(KVLayout(16, 3, 64, torch.float16), LENGTHS, 3)
+    before = batch.cache.buffer.clone()
+    k = torch.zeros(4, 3, 64, dtype=torch.float16, device="cuda")
+    rows = partial(torch.tensor, dtype=torch.int32, device="cuda")
+    slots = rows([10**6, -1, int(batch.active_slots[1]), int(batch.active_slots[1])])
+    batch.cache.append(k, k, batch.table, rows([5, 5, 10**6, 0]), slots, 1)
+    batch.cache.append(k, k, batch.table, rows([-3, -1, 17, 0]), slots, 1)
+    torch.testing.assert_close(batch.cache.buffer, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_blocks_beyond_4_gib_are_addressed_rightly(kernel):
+    layout = KVLayout(16, 8, 64, torch.bfloat16)
+    num_blocks = 2**32 // layout.block_bytes + 1000
+    cache = PagedKVCache(layout, num_blocks, "cuda")
+    table = BlockTable(2, 1, 8, "cuda")
+    for logical_block in range(7):
+        table.assign(0, 0, logical_block, num_blocks - 1 - logical_block)
+        table.assign(1, 0, logical_block, logical_block)
+    k, v = torch.randn(2, 100, 8, 64, device="cuda").to(torch.bfloat16)
+    cache.write(k, v, table, 0, 0, 0)
+    cache.write(v, k, table, 1, 0, 0)
+    rows = partial(torch.tensor, dtype=torch.int32, device="cuda")
+    k_new, v_new = torch.randn(2, 2, 8, 64, device="cuda").to(torch.bfloat16)
+    seq_lens, slots = rows([101, 101]), rows([0, 1])
+    cache.append(k_new, v_new, table, seq_lens, slots, 0)
+    assert torch.equal(cache.k_view()[num_blocks - 7, 4], k_new[0])
+    assert torch.equal(cache.v_view()[num_blocks - 1, 0], v[0])
+    q = torch.randn(2, 32, 64, device="cuda").to(torch.bfloat16)
+    out = paged_attention(q, cache, table, seq_lens, slots, 0, kernel=kernel)
+    expected = gathered_attention(q, cache, table, seq_lens, slots, 0)
+    tolerance = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_sync_policies_give_the_same_table():
+    num_layers, copied = 5, {}
+    for policy in SYNC_POLICIES:
+        table = BlockTable(3, num_layers, 7, "cuda", sync=policy)
+        for step in range(4):
+            table.assign_layers(1, step, range(5 * step, 5 * step + 5))
+            if step == 2:
+                table.release_slot(1)
+            for layer in range(num_layers):
+                table.sync(layer)
+        assert torch.equal(table.device.cpu(), torch.from_numpy(table.host.copy()))
+        copied[policy] = table.bytes_copied
+    table_bytes = 4 * 3 * num_layers * 7
+    assert copied["per_layer"] == 4 * num_layers * table_bytes
+    assert copied["per_step"] == 4 * table_bytes
+    # 5 entries in each of three steps, 3 x 5 that step 2 releases, as pairs of int64
+    assert copied["changed_entries"] == (3 * 5 + 3 * 5) * 16
+
+
+def test_append_and_attention_replay_in_a_cuda_graph():
+    """One capture serves every length: plan, append and attention read them on the device."""
+    layout, num_layers = KVLayout(16, 2, 64, torch.float16), 3
+    cache = PagedKVCache(layout, 400, "cuda")
+    cache.buffer.fill_(NAN)
+    table = BlockTable(5, num_layers, 40, "cuda")
+    blocks = iter(torch.randperm(400, generator=torch.Generator().manual_seed(1)).tolist())
+    starts, slots = [0, 14, 300], [4, 0, 2]
+    for slot, start in zip(slots, starts, strict=True):
+        for logical_block in range(layout.num_logical_blocks(start + 40)):
+            table.assign_layers(slot, logical_block, [next(blocks) for _ in range(num_layers)])
+        for layer in range(num_layers):
+            k, v = torch.randn(2, start, 2, 64, device="cuda").half()
+            cache.write(k, v, table, slot, layer, 0)
+    rows = partial(torch.tensor, dtype=torch.int32, device="cuda")
+    seq_lens, active_slots = rows(starts), rows(slots)
+    qkv = torch.randn(num_layers, 3, 8, 64, device="cuda").half()
+    outs = [torch.full((3, 4, 64), NAN, device="cuda").half() for _ in range(num_layers)]
+
+    def step():
+        seq_lens.add_(1)
+        plan = attention_plan(seq_lens, active_slots, table, cache)
+        for layer in range(num_layers):
+            q, k, v = qkv[layer].split([4, 2, 2], 1)
+            cache.append(k, v, table, seq_lens, active_slots, layer)
+            args = (q, cache, table, seq_lens, active_slots, layer)
+            paged_attention(*args, out=outs[layer], plan=plan)
+
+    step()  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(30):
+        qkv.normal_()
+        graph.replay()
+        for layer in range(num_layers):
+            args = (qkv[layer, :, :4], cache, table, seq_lens, active_slots, layer)
+            expected = gathered_attention(*args)
+            torch.testing.assert_close(outs[layer], expected, rtol=2e-3, atol=2e-3)
+    assert seq_lens.tolist() == [start + 31 for start in starts]
+
+
+def test_both_backends_decode_the_same_text():
+    """A random model of Llama-3.2-1B's shape, float32; where they part, two logits nearly tie."""
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_q_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=128256,
+        max_seq_len=2048,
+        rope_theta=500000.0,
+    )
+    assert not torch.backends.cuda.matmul.allow_tf32
+    model = Llama.random(config, device="cuda", dtype=torch.float32)
+    prompts = [list(range(7, 40)), list(range(900, 1000)), [5]]
+    texts, gaps = {}, {}
+    for backend in ("triton", "torch"):
+        cache = PagedKVCache(model.kv_layout(), 16 * 3 * 9, "cuda")
+        table = BlockTable(3, 16, 9, "cuda")
+        for slot in range(3):
+            for block in range(9):
+                first = 16 * (9 * slot + block)
+                table.assign_layers(slot, block, range(first, first + 16))
+        logits = [model.prefill(ids, cache, table, slot) for slot, ids in enumerate(prompts)]
+        logits = torch.stack(logits)
+        seq_lens = torch.tensor([len(ids) for ids in prompts], dtype=torch.int32, device="cuda")
+        slots = torch.arange(3, dtype=torch.int32, device="cuda")
+        tokens, gap = [], []
+        for _ in range(32):
+            best, ids = logits.topk(2)
+            tokens.append(ids[:, 0].tolist())
+            gap.append((best[:, 0] - best[:, 1]).tolist())
+            seq_lens += 1
+            attention = partial(paged_attention, backend=backend)
+            logits = model.decode(ids[:, 0], cache, table, seq_lens, slots, attention=attention)
+        texts[backend], gaps[backend] = tokens, gap
+    for row in range(3):
+        for step in range(32):
+            if texts["triton"][step][row] != texts["torch"][step][row]:
+                assert gaps["torch"][step][row] < 1e-3
+                break
