@@ -6,7 +6,7 @@
   // The modules inside embed-amd.js take the folder of their own address as that of their icon fonts.
   for (const name of ["base", "controls", "output", "html-manager", "html-manager/dist/libembed-amd"])
     paths["@jupyter-widgets/" + name] = manager + name.split("/").pop();
-  window.requirejs.config({ paths });
+  window.requirejs.config({ paths, waitSeconds: 0 }); // no time limit: slow is not missing
 
   // ipywidgets asks MathJax 2 to typeset its labels; the pages have MathJax 3, and labels are plain text.
   const withHub = (mathJax) => mathJax && Object.assign(mathJax, { Hub: { Queue() {} } });
