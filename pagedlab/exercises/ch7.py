@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,7 @@ def pool_cases(rng: random.Random) -> Iterator[tuple]:
 def random_operations(rng: random.Random, num_blocks: int) -> tuple[int, list]:
     pool, operations = MyPool(num_blocks), []
     for _ in range(8):
+        operation: tuple[str, Any]
         if rng.random() < 0.5:
             operation = "allocate", rng.randint(0, 3)
         else:
