@@ -327,5 +327,5 @@ def _torch_attention(
     for row, seq_len, blocks in alive:
         k, v = gathered.narrow(3, start, seq_len).unbind()
         result = scaled_dot_product_attention(grouped_q[row], k, v, scale=scale)
-        out[row] = result.view(q.shape[1:])
+        out[row] = result.reshape(q.shape[1:])  # not contiguous on every device
         start += len(blocks) * layout.block_size

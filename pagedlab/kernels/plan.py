@@ -55,8 +55,8 @@ def launch_rule(num_active: int, layout: KVLayout, device: Device, use_dot: bool
     """Choose tiles, pipeline depth and pieces; benchmarks/NOTES.md has the measurements behind it.
 
     What decides is how many programs there are per SM while no sequence is split, a program reading
-    64 lanes. Few: cut the sequences, take small tiles, start early. Many: leave them whole, with two
-    kv heads side by side (rows of 256 bytes), and as many stages as let all programs be resident.
+    64 lanes. Few: cut the sequences, take small tiles, start early. Many: leave them whole, two kv
+    heads side by side (rows of 256 bytes), and as many stages as let all programs be resident.
     """
     lanes = triton.next_power_of_2(layout.head_dim)
     wide = max(1, lanes // 64)
