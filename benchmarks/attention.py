@@ -4,9 +4,9 @@
 
 The chained calls of a CUDA graph are timed, and each call reads another layer, so that no call
 finds its blocks in the L2 cache. The raw read only sums up the same blocks: the floor. Every kernel
-is called through paged_attention with the step's plan, which is timed by itself, and is checked
-against float64 before, its output poisoned with NaN. Results go to FOLDER/<gpu>/attention.json: a list with
-one object per kernel and shape, each with its provenance.
+is called through paged_attention with the step's plan, which is timed by itself. Each is checked
+against float64 before, its output poisoned with NaN. Results go to FOLDER/<gpu>/attention.json: a
+list with one object per kernel and shape, each with its provenance.
 """
 
 import argparse
