@@ -40,7 +40,8 @@ def device_facts(device: torch.device) -> Device:
 class Launch(NamedTuple):
     """How the kernels of one batch size are launched."""
 
-    pieces: int  # that all sequences together are cut into, if they are long enough
+    pieces: int  # that all sequences together are cut into
+    fine_pieces: int  # the same, if one sequence is much longer than a piece
     tokens: int  # that a program takes at a time
     kv_heads: int  # side by side, that a program takes
     num_warps: int
@@ -55,40 +56,47 @@ def launch_rule(num_active: int, layout: KVLayout, device: Device, use_dot: bool
     """Choose tiles, pipeline depth and pieces; benchmarks/NOTES.md has the measurements behind it.
 
     What decides is how many programs there are per SM while no sequence is split, a program reading
-    64 lanes. Few: cut the sequences, take small tiles, start early. Many: leave them whole, two kv
-    heads side by side (rows of 256 bytes), and as many stages as let all programs be resident.
+    64 lanes. Few: cut the sequences and start early. Many: leave them whole. In between, tile and
+    pipeline are such that all programs are resident and 128 to 192 KB per SM are on their way.
     """
     lanes = triton.next_power_of_2(layout.head_dim)
     wide = max(1, lanes // 64)
     sms_per_head = device.num_sms / layout.num_kv_heads
     per_sm = num_active * wide / sms_per_head
-    pair = 2 if lanes == 64 and layout.num_kv_heads % 2 == 0 else 1
-    tokens, kv_heads, stages, early = (64 if lanes <= 128 else 32), 1, 4, True
+    pair = 2 if lanes == 64 and layout.num_kv_heads % 2 == 0 else 1  # rows of 256 bytes
+    alone = lanes * pair == 128 and 1.5 < per_sm <= 2
+    tokens, kv_heads, stages, early = 64, 1, 4, True
     merge = (16, 64, 32)
-    if not use_dot:
-        resident, tokens, stages = 4, min(64, max(8, 2048 // lanes)), 2
-    elif per_sm <= 0.25:
-        resident, merge = 4 // wide, (128, 16, 32)
-    elif per_sm <= 1.5 or (per_sm <= 2 and lanes * pair != 128):
-        resident, tokens = 8 // wide, 32
-    elif per_sm <= 2:  # one program takes an SM for itself
-        resident, tokens, kv_heads, stages, merge = 1, 128, pair, 3, (16, 64, 4)
+    # half a piece per sequence less than programs fit, since rounding may add as much
+    if not use_dot or per_sm <= 0.25:
+        pieces = round(4 / wide * sms_per_head) - num_active // 2
+        merge = (128, 16, 32)
+    elif alone:  # a program takes an SM for itself
+        tokens, kv_heads, stages, merge = 128, pair, 3, (16, 64, 4)
+        pieces = round(math.ceil(per_sm / 2) * pair * sms_per_head)
+    elif per_sm <= 2:
+        tokens = 32
+        pieces = round(8 / wide * sms_per_head) - num_active // 2
     elif per_sm <= 3:  # too few to leave them whole: two pieces each
-        resident, early = math.ceil(2 * per_sm / wide), False
+        stages, early, pieces = 3, False, 2 * num_active
     else:
-        kv_heads = pair if per_sm > 8 else 1
-        resident, early, merge = math.ceil(per_sm / wide / kv_heads), kv_heads == 2, (16, 64, 4)
-    if per_sm <= 2 or not use_dot:
-        # half a piece per sequence less, since rounding may add as much
-        pieces = round(max(1, resident) * kv_heads * sms_per_head) - num_active // 2
+        early, merge, pieces = False, (16, 64, 4), round(4 * sms_per_head)
+        if per_sm > 12:
+            kv_heads, stages, early, pieces = pair, 2, pair == 2, round(4 * pair * sms_per_head)
+        else:
+            tokens = 64 if per_sm <= 6 else 32
+            stages = 4 if per_sm <= 4 or 6 < per_sm <= 8 else 3
+    fine_pieces = round(4 * pair * sms_per_head) if alone else pieces
+    num_warps = 4
+    if use_dot:
+        tokens = tokens // 2 if lanes == 256 else tokens
+        num_warps = min(4, max(1, tokens * kv_heads * lanes // 2048))
     else:
-        pieces = 2 * num_active if per_sm <= 3 else round(4 * kv_heads * sms_per_head)
-    stage_bytes = 2 * tokens * kv_heads * lanes * layout.dtype.itemsize
-    fitting = (device.shared_bytes // max(1, resident) - 3200) // stage_bytes + 1
-    num_warps = min(4, max(1, tokens * kv_heads * lanes // 2048)) if use_dot else 4
-    return Launch(
-        max(1, pieces), tokens, kv_heads, num_warps, min(stages, max(2, fitting)), early, *merge
-    )
+        tokens, stages = min(64, max(8, 2048 // lanes)), 2
+    tile_bytes = 2 * tokens * kv_heads * lanes * layout.dtype.itemsize
+    stages = max(2, min(stages, device.shared_bytes * 7 // 8 // tile_bytes + 1))
+    pieces = max(1, pieces)
+    return Launch(pieces, max(1, fine_pieces), tokens, kv_heads, num_warps, stages, early, *merge)
 
 
 @dataclass
@@ -121,7 +129,14 @@ def cut(seq_len, chunk, MIN_PIECE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_active", "num_slots", "max_blocks_per_seq", "max_items", "num_pieces"]
+    do_not_specialize=[
+        "num_active",
+        "num_slots",
+        "max_blocks_per_seq",
+        "max_items",
+        "pieces_wanted",
+        "fine_pieces_wanted",
+    ]
 )
 def plan_kernel(
     seq_lens_ptr,  # [num_active] int32
@@ -133,7 +148,8 @@ def plan_kernel(
     num_slots,
     max_blocks_per_seq,
     max_items,
-    num_pieces,  # a piece is about this part of all tokens
+    pieces_wanted,  # of all sequences together
+    fine_pieces_wanted,  # the same, if one is much longer than such a piece
     BLOCK_SIZE: tl.constexpr,
     MIN_PIECE: tl.constexpr,
     ROWS: tl.constexpr,  # num_active, padded to a power of two
@@ -150,7 +166,9 @@ def plan_kernel(
     seq_len = tl.sum(tl.where(rows == row, seq_lens, 0), 0)
     row_valid = tl.sum(((rows == row) & valid).to(tl.int32), 0) > 0
 
-    chunk = tl.maximum((tl.sum(seq_lens, 0) + num_pieces - 1) // num_pieces, MIN_PIECE)
+    total, longest = tl.sum(seq_lens, 0), tl.max(seq_lens, 0)
+    wanted = tl.where(2 * longest * pieces_wanted > 3 * total, fine_pieces_wanted, pieces_wanted)
+    chunk = tl.maximum((total + wanted - 1) // wanted, MIN_PIECE)
     _, all_pieces = cut(seq_lens, chunk, MIN_PIECE)
     all_pieces = tl.where(exists, all_pieces, 0)
     piece, pieces = cut(seq_len, chunk, MIN_PIECE)
@@ -185,8 +203,9 @@ def plan_work(
         block_table: only its shape is read.
     """
     num_active = seq_lens.shape[0]
-    num_pieces = launch_rule(num_active, layout, device_facts(seq_lens.device)).pieces
-    max_items = num_active + num_pieces
+    rule = launch_rule(num_active, layout, device_facts(seq_lens.device))
+    max_pieces = max(rule.pieces, rule.fine_pieces)
+    max_items = num_active + max_pieces
     sizes = [4 * max_items, 3 * num_active, 2]
     items, merges, counts = seq_lens.new_empty(sum(sizes)).split(sizes)
     plan_kernel[(num_active,)](
@@ -199,10 +218,11 @@ def plan_work(
         block_table.shape[0],
         block_table.shape[2],
         max_items,
-        num_pieces,
+        rule.pieces,
+        rule.fine_pieces,
         BLOCK_SIZE=layout.block_size,
         MIN_PIECE=MIN_PIECE,
         ROWS=triton.next_power_of_2(num_active),
         num_warps=1,
     )
-    return Work(counts, items.view(-1, 4), merges.view(-1, 3), num_pieces * 4 // 3)
+    return Work(counts, items.view(-1, 4), merges.view(-1, 3), max_pieces * 4 // 3)
