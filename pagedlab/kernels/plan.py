@@ -64,7 +64,7 @@ def launch_rule(num_active: int, layout: KVLayout, device: Device, use_dot: bool
     sms_per_head = device.num_sms / layout.num_kv_heads
     per_sm = num_active * wide / sms_per_head
     pair = 2 if lanes == 64 and layout.num_kv_heads % 2 == 0 else 1  # rows of 256 bytes
-    alone = lanes * pair == 128 and 1.5 < per_sm <= 2
+    alone = lanes * pair == 128 and (1.5 < per_sm <= 2 or 3.5 < per_sm <= 4)
     tokens, kv_heads, stages, early = 64, 1, 4, True
     merge = (16, 64, 32)
     # half a piece per sequence less than programs fit, since rounding may add as much
