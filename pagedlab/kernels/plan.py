@@ -4,7 +4,6 @@ The grids and buffers depend on the batch size, the layout and the GPU, never on
 plan_kernel reads on the device: so a CUDA graph of plan and layers serves every length.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache as cached
 from typing import NamedTuple
@@ -64,7 +63,7 @@ def launch_rule(num_active: int, layout: KVLayout, device: Device, use_dot: bool
     sms_per_head = device.num_sms / layout.num_kv_heads
     per_sm = num_active * wide / sms_per_head
     pair = 2 if lanes == 64 and layout.num_kv_heads % 2 == 0 else 1  # rows of 256 bytes
-    alone = lanes * pair == 128 and (1.5 < per_sm <= 2 or 3.5 < per_sm <= 4)
+    alone = lanes * pair == 128 and 1.5 < per_sm <= 2
     tokens, kv_heads, stages, early = 64, 1, 4, True
     merge = (16, 64, 32)
     # half a piece per sequence less than programs fit, since rounding may add as much
@@ -73,7 +72,7 @@ def launch_rule(num_active: int, layout: KVLayout, device: Device, use_dot: bool
         merge = (128, 16, 32)
     elif alone:  # a program takes an SM for itself
         tokens, kv_heads, stages, merge = 128, pair, 3, (16, 64, 4)
-        pieces = round(math.ceil(per_sm / 2) * pair * sms_per_head)
+        pieces = round(pair * sms_per_head)
     elif per_sm <= 2:
         tokens = 32
         pieces = round(8 / wide * sms_per_head) - num_active // 2
@@ -86,7 +85,7 @@ def launch_rule(num_active: int, layout: KVLayout, device: Device, use_dot: bool
         else:
             tokens = 64 if per_sm <= 6 else 32
             stages = 4 if per_sm <= 4 or 6 < per_sm <= 8 else 3
-    fine_pieces = round(4 * pair * sms_per_head) if alone else pieces
+    fine_pieces = 2 * pieces if alone else pieces
     num_warps = 4
     if use_dot:
         tokens = tokens // 2 if lanes == 256 else tokens
