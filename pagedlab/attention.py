@@ -180,7 +180,9 @@ def paged_attention(
     if q.shape[0] == 0:
         return out
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        table.sync(layer)
+        uploaded_bytes = table.sync(layer)
+        if uploaded_bytes and plan.work is not None:
+            plan.work.settled = False  # the kernel must wait for the upload
     scale = 1 / math.sqrt(layout.head_dim) if scale is None else scale
     if run is None:
         _torch_attention(q, cache, table, seq_lens, active_slots, layer, out, scale, plan)

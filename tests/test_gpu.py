@@ -107,6 +107,26 @@ def test_a_plan_on_dirty_memory_reads_nothing_outside():
         assert_exact(paged_attention(*batch.args, 1), batch)
 
 
+def test_a_table_uploaded_under_a_plan_is_waited_for():
+    """Other blocks in the same slot, the lengths and the plan unchanged, many times in a row."""
+    layout = KVLayout(16, 8, 64, torch.float16)
+    batch = cuda_batch(layout, [500, 300], 32)
+    plan = attention_plan(batch.seq_lens, batch.active_slots, batch.table, batch.cache)
+    slots = batch.active_slots.tolist()
+    num_blocks = layout.num_logical_blocks(300)
+    blocks = [batch.table.lookup(slots[0], 1, block) for block in range(num_blocks)]
+    batch.table.release_slot(slots[1])
+    for turn in range(20):
+        paged_attention(*batch.args, 1, plan=plan)
+        batch.table.release_slot(slots[1])
+        blocks = blocks[1:] + blocks[:1]
+        for logical_block, block in enumerate(blocks):
+            batch.table.assign(slots[1], 1, logical_block, block)
+        out = paged_attention(*batch.args, 1, plan=plan)
+        expected = gathered_attention(*batch.args, 1)
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3, msg=f"turn {turn}")
+
+
 def test_out_may_be_q_and_rows_may_be_slices(kernel):
     batch = cuda_batch(KVLayout(16, 2, 64, torch.float16), LENGTHS, 6)
     expected = paged_attention(*batch.args, 1, kernel=kernel)

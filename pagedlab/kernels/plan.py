@@ -79,9 +79,9 @@ def launch_rule(num_active: int, layout: KVLayout, device: Device, use_dot: bool
     elif per_sm <= 3:  # too few to leave them whole: two pieces each
         stages, early, pieces = 3, False, 2 * num_active
     else:
-        early, merge, pieces = False, (16, 64, 4), round(4 * sms_per_head)
+        early, merge, pieces = False, (16, 64, 4), round(8 / max(2, wide) * sms_per_head)
         if per_sm > 12:
-            kv_heads, stages, early, pieces = pair, 2, pair == 2, round(4 * pair * sms_per_head)
+            kv_heads, stages, early, pieces = pair, 2, pair == 2, pair * pieces
         else:
             tokens = 64 if per_sm <= 6 else 32
             stages = 4 if per_sm <= 4 or 6 < per_sm <= 8 else 3

@@ -52,9 +52,9 @@ def split_kv_kernel(
     HEADS: tl.constexpr,  # q heads that one program takes
     TOKENS: tl.constexpr,  # taken at a time
     USE_DOT: tl.constexpr,  # whether there are matrix units for this dtype
-    PDL: tl.constexpr,  # whether the program may start before the kernel ahead of it has finished
+    PDL: tl.constexpr,  # programmatic dependent launch: starts while the kernel before still runs
     PREFETCH: tl.constexpr,
-    TRIGGER_EARLY: tl.constexpr,
+    TRIGGER_EARLY: tl.constexpr,  # let the next kernel start at once, not after the loop
 ):
     TILES: tl.constexpr = (GROUP_SIZE * KV_HEADS + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // TILES * KV_HEADS
@@ -77,7 +77,8 @@ def split_kv_kernel(
     token = first + tl.arange(0, TOKENS)
     next_block = tl.load(row_ptr + token // BLOCK_SIZE, mask=token < end, other=0)
     if PDL:
-        # The plan and the table are settled, q and the newest token are not: no more than a hint.
+        # Before the wait only the plan and the table may be read: they are settled. q and the
+        # newest token may not be there yet, so the first tile is only brought to the L2 cache.
         if PREFETCH:
             block = tl.where((next_block >= 0) & (next_block < num_blocks), next_block, 0)
             offset = block.to(tl.int64) * (2 * V_OFFSET) + token % BLOCK_SIZE * KV_DIM
@@ -94,6 +95,8 @@ def split_kv_kernel(
     q_mask = has_head[:, None] & in_head[None, :]
     q_offset = q_head[:, None] * HEAD_DIM + lane[None, :]
     if KV_HEADS > 1:
+        # One product for several kv heads: each q head has zeros in the lanes of the others. So an
+        # infinite or NaN key of one kv head reaches the q heads of its neighbour in this sequence.
         q_mask = q_mask & ((head_in_group // GROUP_SIZE)[:, None] == (lane // HEAD_DIM)[None, :])
         q_offset = q_head[:, None] * HEAD_DIM + (lane % HEAD_DIM)[None, :]
     q = tl.load(q_ptr + row * stride_q + q_offset, mask=q_mask, other=0.0)  # [HEADS, LANES]
@@ -168,7 +171,7 @@ def merge_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     num_split = tl.load(counts_ptr + 1)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # every program: what comes next waits for this kernel only
     for rank in range(tl.program_id(2), num_split, tl.num_programs(2)):
         row = tl.load(merges_ptr + 3 * rank).to(tl.int64)
         first_part = tl.load(merges_ptr + 3 * rank + 1)
