@@ -1,0 +1,172 @@
+"""Run chapters' code cells without Jupyter: `python tools/run_cells.py [CHAPTER.md ...]`.
+
+On a machine with a GPU they run there, as in Colab. Each chapter runs in a process of its own; a
+line says its seconds and "ok", or which cell failed, and then the exit status is 1. Where the
+widgets' libraries are missing, stand-ins take the widgets' arguments and draw nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import linecache
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+ROOT = Path(__file__).parents[1]
+CELL = re.compile(r"^```\{code-cell\}.*\n(?:^:[\w-]+:.*\n)*((?s:.*?))^```$", re.MULTILINE)
+WIDGET_LIBRARIES = ("traitlets", "ipywidgets", "anywidget", "plotly")
+
+
+def cells(chapter: Path) -> list[str]:
+    """The code of each cell of a MyST chapter, in order."""
+    return CELL.findall(chapter.read_text("utf-8"))
+
+
+class Trait:
+    """A typed attribute of a widget."""
+
+    def __init__(self, kind: type, default: Any) -> None:
+        self.kind, self.default = kind, default
+
+    def tag(self, **_: Any) -> Trait:
+        return self
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, widget: Any, owner: type) -> Any:
+        return self if widget is None else vars(widget).get(self.name, self.default)
+
+    def __set__(self, widget: Any, value: Any) -> None:
+        if not isinstance(value, self.kind):
+            raise TypeError(f"{self.name}: expected {self.kind.__name__}, got {value!r}")
+        for base in type(widget).__mro__:
+            for method in vars(base).values():
+                if getattr(method, "validates", None) == self.name:
+                    value = method(widget, {"value": value})
+        vars(widget)[self.name] = value
+
+
+def validate(name: str) -> Callable:
+    """Mark a method that checks new values of the trait `name`."""
+
+    def mark(method: Any) -> Any:
+        method.validates = name
+        return method
+
+    return mark
+
+
+class Widget:
+    """Takes what a widget takes. Its traits are checked, nothing is drawn."""
+
+    def __init__(self, *children: Any, **traits: Any) -> None:
+        self.children = children
+        for name, value in traits.items():
+            setattr(self, name, value)
+
+    def add_class(self, name: str) -> None:
+        pass
+
+    def on_msg(self, callback: Callable) -> None:
+        pass
+
+    def send(self, content: Any) -> None:
+        pass
+
+
+def stand_in(name: str) -> ModuleType:
+    """A module with just what pagedlab's widgets take from the library `name`."""
+    module: Any = ModuleType(name)
+    if name == "traitlets":
+        for trait, kind in {"Bool": bool, "Bytes": bytes, "Int": int, "Unicode": str}.items():
+            setattr(module, trait, lambda default, kind=kind: Trait(kind, default))
+        module.Dict = lambda: Trait(dict, {})
+        module.validate = validate
+    elif name == "anywidget":
+        module.AnyWidget = Widget
+    elif name == "ipywidgets":
+        for widget in ("Widget", "VBox", "Box", "IntSlider", "BoundedIntText", "ToggleButtons"):
+            setattr(module, widget, Widget)
+        module.Play, module.jslink = Widget, lambda one, other: None
+    else:
+        module = MagicMock(__path__=[])
+    return module
+
+
+def supply_missing() -> list[str]:
+    """Put stand-ins where a widget library is not installed; which ones."""
+    missing = [name for name in WIDGET_LIBRARIES if importlib.util.find_spec(name) is None]
+    for name in missing:
+        sys.modules[name] = stand_in(name)
+    if "plotly" in missing:
+        for name in ("graph_objects", "io", "offline"):
+            sys.modules[f"plotly.{name}"] = MagicMock()
+    return missing
+
+
+def run_cell(code: str, file: str, namespace: dict[str, Any]) -> None:
+    """Execute a cell; its last value is asked for the text that a notebook would show.
+
+    Raises:
+        ValueError: the last value is a widget that complains about its data.
+    """
+    linecache.cache[file] = (len(code), None, code.splitlines(True), file)  # Triton reads it
+    tree, last = ast.parse(code, file), None
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+    exec(compile(tree, file, "exec"), namespace)
+    value = eval(compile(last, file, "eval"), namespace) if last else None
+    repr(value)
+    data = getattr(getattr(value, "view", None), "data", {})
+    if "error" in data:
+        raise ValueError(f"{type(value).__name__}: {data['error']}")
+
+
+def run_chapter(chapter: Path) -> bool:
+    """Run all cells of one chapter as __main__, print how it went."""
+    missing, start = supply_missing(), time.perf_counter()
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    for number, code in enumerate(cells(chapter), start=1):
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output):
+                run_cell(code, f"<{chapter.stem}, cell {number}>", vars(main))
+        except Exception:
+            reason = traceback.format_exc()
+            print(f"{chapter.stem}: failed in cell {number}:\n{code}{output.getvalue()}{reason}")
+            return False
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    seconds = time.perf_counter() - start
+    print(f"{chapter.stem}: ok, {number} cells, {seconds:.1f} s on {device}")
+    if missing:
+        print(f"  not drawn: widgets, since {', '.join(missing)} cannot be imported")
+    return True
+
+
+def main() -> int:
+    chapters = [Path(name).resolve() for name in sys.argv[1:]]
+    if len(chapters) == 1:
+        sys.path.insert(0, str(ROOT))
+        return 0 if run_chapter(chapters[0]) else 1
+    chapters = chapters or sorted((ROOT / "book").glob("[0-9][0-9]_*.md"))
+    script = [sys.executable, str(Path(__file__).resolve())]
+    failed = [chapter for chapter in chapters if subprocess.run([*script, str(chapter)]).returncode]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
