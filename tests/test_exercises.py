@@ -185,6 +185,13 @@ def test_an_exception_is_shown_with_its_line():
     assert "return byte / 0" in got
 
 
+def test_an_exception_in_the_package_is_shown_with_the_readers_line():
+    def breaks(layout, byte):
+        return layout.locate(-1)
+
+    assert "return layout.locate(-1))" in dict(check("1.3", breaks).details)["got"]
+
+
 def test_what_a_reader_wrote_is_escaped():
     def shouts(layout, byte):
         return "<script>"

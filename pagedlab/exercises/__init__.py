@@ -15,6 +15,7 @@ import pkgutil
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import Any, NamedTuple
 
 RAISED = "it raised "  # how an answer that is an exception is shown
@@ -111,11 +112,12 @@ def check(id: str, function: Any, *, seed: int | None = None) -> CheckResult:
       got: 0
       revisit: A block holds K and V of block_size tokens; only whole blocks count.
     """
+    id = str(id)
     if id not in EXERCISES:
         raise ValueError(f"check: expected one of {', '.join(EXERCISES)}, got {id!r}")
     exercise = EXERCISES[id]
     if not callable(function):
-        given = f"a function (its name, with no brackets), got {plain(function)!r}"
+        given = f"a function or class (its name, with no brackets), got {plain(function)!r}"
         return CheckResult(id, exercise.title, "failed", (("expected", given),))
     if is_stub(function):
         return CheckResult(id, exercise.title, "not tried yet", ())
@@ -136,13 +138,23 @@ def check(id: str, function: Any, *, seed: int | None = None) -> CheckResult:
 
 
 def answer(exercise: Exercise, function: Callable, case: tuple) -> Any:
-    """One answer as plain Python, or what the call raised, as text."""
+    """One answer as plain Python, or as text what the call raised, and the reader's line."""
     try:
         return plain(exercise.call(function, *copy.deepcopy(case)))
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" (line {frames[-1].lineno}: {frames[-1].line})" if frames[-1].line else ""
-        return f"{RAISED}{type(error).__name__}: {error}{where}"
+        while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+            error = error.__cause__  # Triton's wrapping
+        files = {code.co_filename for code in codes_of(function)}
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+        lines = [f" (line {frame.lineno}: {frame.line})" for frame in frames if frame.line]
+        return f"{RAISED}{type(error).__name__}: {error}{''.join(lines[-1:])}"
+
+
+def codes_of(function: Any) -> list[CodeType]:
+    """The code of a function, of a Triton kernel, or of all methods of a class."""
+    function = getattr(function, "fn", function)
+    functions = vars(function).values() if isinstance(function, type) else [function]
+    return [f.__code__ for f in functions if hasattr(f, "__code__")]
 
 
 def idea_to_revisit(exercise: Exercise, cases: list[tuple], got: list, first: int) -> str:
@@ -196,10 +208,16 @@ def weight(value: Any) -> float:
 
 
 def show_value(value: Any) -> str:
-    text = repr(value)
+    text = repr(rounded(value))
     if isinstance(value, str) and value.startswith(RAISED):
         text = value
     return text if len(text) <= 600 else text[:597] + "..."
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def show_arguments(exercise: Exercise, arguments: tuple) -> str:

@@ -192,7 +192,7 @@ EXERCISES = (
         k_byte_of_token,
         token_cases,
         "Three substitutions in order: position to logical block and token in block, logical to "
-        "physical block, physical block to byte.",
+        "physical block, physical block to byte. An entry of -1 has no byte: return None.",
         (
             Confusion(
                 "-1 says that no block is there; multiplied, it is an address before the cache.",

@@ -53,7 +53,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
 
 def device_of(kernel: Any) -> str:
     """Where an interpreted or a compiled kernel wants its tensors."""
-    return "cpu" if type(kernel).__name__ == "InterpretedFunction" else "cuda"
+    if type(kernel).__name__ == "InterpretedFunction":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "expected an interpreted kernel, since there is no GPU: import pagedlab before triton"
+        )
+    return "cuda"
 
 
 # 4.1 ----------------------------------------------------------------------------------------------

@@ -288,7 +288,8 @@ EXERCISES = (
         "who must go?",
         who_must_go,
         preemption_cases,
-        "The youngest goes first, one after another until the blocks suffice; the oldest stays.",
+        "The youngest goes first, one after another until the blocks suffice; the oldest stays. "
+        "If all the others do not suffice, return None.",
         (
             Confusion("The youngest goes first: the oldest has waited longest.", oldest_must_go),
             Confusion("The blocks that are free already count.", free_ones_forgotten),
