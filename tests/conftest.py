@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,7 +19,9 @@ from book_build import build_book, copy_checkout
 from browser import find_browser
 from filelock import FileLock
 from hypothesis import settings
-from playwright.sync_api import Browser, Page, sync_playwright
+
+if TYPE_CHECKING:  # a GPU machine that runs `-m gpu` needs no browser
+    from playwright.sync_api import Browser, Page
 
 CHROMIUM_FLAGS = [
     "--no-sandbox",
@@ -94,6 +96,8 @@ def browser() -> Iterator[Browser]:
     path = find_browser()
     if path is None:
         pytest.fail("no Chromium or Chrome found: run tools/browser.py")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=CHROMIUM_FLAGS)
         yield chromium

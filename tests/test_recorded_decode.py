@@ -98,7 +98,7 @@ def test_its_tokens_are_its_text(data):
         request = data["requests"][str(number)]
         assert request["prompt_ids"] == tokenizer.chat(prompt)
         assert tokenizer.decode(request["ids"]) == text
-    assert data["texts"][0] == "The capital of France is Paris."
+    assert data["texts"][0] == "The capital of Japan is Tokyo."
 
 
 @pytest.fixture(scope="module")

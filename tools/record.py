@@ -19,8 +19,8 @@ from pagedlab.run_recorder import RunRecorder
 
 BOOK = Path(__file__).parent.parent / "book"
 PROMPTS = (
-    "What is the capital of France?",
-    "Why is the sky blue? Answer in one sentence.",
+    "What is the capital of Japan?",
+    "What color is the sky?",
     "Name three fruits.",
 )
 MAX_NEW_TOKENS = 80
