@@ -142,12 +142,12 @@ def answer(exercise: Exercise, function: Callable, case: tuple) -> Any:
     try:
         return plain(exercise.call(function, *copy.deepcopy(case)))
     except (Exception, SystemExit) as error:
-        while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
-            error = error.__cause__  # Triton's wrapping
+        wrapped = type(error).__name__ == "InterpreterError"  # by Triton
+        raised = error.__cause__ or error if wrapped else error
         files = {code.co_filename for code in codes_of(function)}
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+        frames = [f for f in traceback.extract_tb(raised.__traceback__) if f.filename in files]
         lines = [f" (line {frame.lineno}: {frame.line})" for frame in frames if frame.line]
-        return f"{RAISED}{type(error).__name__}: {error}{''.join(lines[-1:])}"
+        return f"{RAISED}{type(raised).__name__}: {raised}{''.join(lines[-1:])}"
 
 
 def codes_of(function: Any) -> list[CodeType]:
