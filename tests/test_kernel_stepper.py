@@ -21,9 +21,9 @@ from widget_pages import enter, panel, prepare, write_page
 from pagedlab import KernelStepper, KVLayout
 from pagedlab.kernels.by_block import by_block
 from pagedlab.kernels.by_token import by_token
-from pagedlab.trace_recorder import Pointer
 from pagedlab.source import Source
 from pagedlab.trace import Trace, step, step_launch
+from pagedlab.trace_recorder import Pointer
 
 SEED = random.randrange(2**32)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
