@@ -52,12 +52,11 @@ MODULES = {
     "08_real_model": ["checkpoint", "tokenizer", "llama"],
     "09_many_sequences": ["scheduler", "engine"],
 }
-# Public to the package, of no use to a reader.
+# Public to the package, of no use to a reader; so are functions named expect...
 HELPERS = {
-    "layout": {"expect_in_range"},
     "block_table": {"Staging", "Staging.send"},
-    "kv_cache": {"expect_rows", "has_triton", "PagedKVCache.gather_blocks"},
-    "checkpoint": {"expect", "read_json", "Weights.expect_all_read"},
+    "kv_cache": {"has_triton", "PagedKVCache.gather_blocks"},
+    "checkpoint": {"read_json", "Weights.expect_all_read"},
     "llama": {"Layer"},
 }
 KERNEL_CHAPTERS = ("03_writing", "04_kernel", "05_reduction", "06_online_softmax")
@@ -224,7 +223,7 @@ def public_names(module_name: str) -> set[str]:
     names: set[str] = set()
     for name, value in vars(module).items():
         own = getattr(getattr(value, "fn", value), "__module__", None) == module.__name__
-        if name.startswith("_") or not own:
+        if name.startswith(("_", "expect")) or not own:
             continue
         names.add(name)
         if inspect.isclass(value):
@@ -266,6 +265,28 @@ def test_a_chapter_has_every_part(path: Path) -> None:
     assert ids == re.findall(r'^check\("(\d\.\d)"', code, re.MULTILINE)
     assert len(ids) >= 3
     assert len(solutions(path)) == len(ids)
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=stem)
+def test_the_byte_that_the_book_follows_comes_by(path: Path) -> None:
+    assert re.search(r"token\s17|99,598|Lane 7 is ours", prose(path))
+
+
+def test_the_sources_of_each_idea_are_cited() -> None:
+    cited = set(re.findall(r"\{cite(?::t)?\}`(\w+)`", "".join(body(path) for path in CHAPTERS)))
+    assert {"kwon2023", "dao2022", "milakov2018", "ainslie2023", "harris2007", "su2021"} <= cited
+
+
+def test_every_term_is_met_in_a_chapter() -> None:
+    terms = re.findall(r"^(\w[^\n]*)\n  \S", body(BOOK / "glossary.md"), re.MULTILINE)
+    assert len(terms) > 30
+    used = {
+        (role["target"] or role["text"]).replace("\n", " ")
+        for path in CHAPTERS
+        for role in ROLE.finditer(body(path))
+        if role["role"] == "term"
+    }
+    assert not set(terms) - used
 
 
 @pytest.mark.parametrize("path", SWAP_IN_CHAPTERS, ids=stem)
