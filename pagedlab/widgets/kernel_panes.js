@@ -69,7 +69,7 @@ function variablesPane(ui, { when, assigned }) {
     table.forEach((row, i) => {
       const count = upTo(when[i], step);
       row.hidden = !count;
-      if (!count) return;
+      if (!count) return put(row, null, { "data-new": null });
       const isNew = changed.includes(i);
       const value = assigned(i, count - 1);
       put(row, null, { "data-new": isNew ? "" : null });

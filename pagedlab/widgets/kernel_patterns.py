@@ -9,7 +9,7 @@ import numpy as np
 
 from pagedlab.trace_recorder import Step
 
-DETAIL = 16  # tokens whose arrays travel with the widget
+DETAIL = 18  # tokens whose arrays travel with the widget: all of the book's sequence B
 
 
 def history_of(steps: Sequence[Step]) -> dict[str, list[tuple[int, Any]]]:
