@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.run(args)
         sys.stdout.flush()
-    except (ValueError, ImportError, OSError, torch.OutOfMemoryError) as error:
+    except (ValueError, ImportError, OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1

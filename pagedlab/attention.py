@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagedlab.block_table import BlockTable
-from pagedlab.kv_cache import PagedKVCache, expect_rows, has_triton
+from pagedlab.kv_cache import PagedKVCache, expect_rows, expect_tensor, has_triton
 from pagedlab.layout import LLAMA_3_2_1B, KVLayout, expect_in_range
 
 BACKENDS = ("auto", "triton", "torch")
@@ -60,6 +60,8 @@ def check_batch(
     Traceback (most recent call last):
     ValueError: block_table[1, 0, 1]: expected a block of the cache (0 to 2147483647), got -1
     """
+    expect_tensor("seq_lens", seq_lens)
+    expect_rows(seq_lens, active_slots, seq_lens.numel(), seq_lens.device)
     lengths, slots = seq_lens.tolist(), active_slots.tolist()
     capacity = table.max_blocks_per_seq * block_size
     for row, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
@@ -167,23 +169,23 @@ def paged_attention(
     tensor([3., 3.])
     """
     check_metadata(q, cache, table, seq_lens, active_slots, layer, out)
-    layout = cache.layout
+    layout, layer = cache.layout, int(layer)
+    scale = 1 / math.sqrt(layout.head_dim) if scale is None else float(scale)
+    run = _pick(backend, kernel, layout, q.device)
+    if plan is not None and plan.num_active != q.shape[0]:
+        raise ValueError(f"plan: expected one for {q.shape[0]} rows, got {plan.num_active}")
+    if not q.is_cuda:  # table and lengths may have changed since the plan was made
+        plan = attention_plan(seq_lens, active_slots, table, cache, slice(layer, layer + 1))
+    elif plan is None:
+        plan = AttentionPlan(q.shape[0], None, None)  # a kernel that needs work items makes them
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    run = _pick(backend, kernel, layout, q.device)
-    if plan is None and q.is_cuda:
-        plan = AttentionPlan(q.shape[0], None, None)  # a kernel that needs work items makes them
-    elif plan is None:
-        plan = attention_plan(seq_lens, active_slots, table, cache, slice(layer, layer + 1))
-    elif plan.num_active != q.shape[0]:
-        raise ValueError(f"plan: expected one for {q.shape[0]} rows, got {plan.num_active}")
     if q.shape[0] == 0:
         return out
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         uploaded_bytes = table.sync(layer)
         if uploaded_bytes and plan.work is not None:
             plan.work.settled = False  # the kernel must wait for the upload
-    scale = 1 / math.sqrt(layout.head_dim) if scale is None else scale
     if run is None:
         _torch_attention(q, cache, table, seq_lens, active_slots, layer, out, scale, plan)
     else:
@@ -208,12 +210,13 @@ def check_metadata(
     expect_in_range("layer", layer, table.num_layers)
     if table.device.device != q.device:
         raise ValueError(f"table: expected device {q.device}, got {table.device.device}")
-    if out is not None and out is not q:
+    if out is not None:
         _expect_out(out, q, cache)
 
 
 def _expect_q(x: torch.Tensor, name: str, layout: KVLayout, device: torch.device) -> None:
     heads, head_dim = layout.num_kv_heads, layout.head_dim
+    expect_tensor(name, x)
     if x.dim() != 3 or x.shape[2] != head_dim or x.shape[1] == 0 or x.shape[1] % heads:
         raise ValueError(
             f"{name}: expected [num_active, a multiple of {heads}, {head_dim}], got {list(x.shape)}"
@@ -227,18 +230,23 @@ def _expect_q(x: torch.Tensor, name: str, layout: KVLayout, device: torch.device
 
 
 def _expect_out(out: torch.Tensor, q: torch.Tensor, cache: PagedKVCache) -> None:
+    expect_tensor("out", out)
     if out.shape != q.shape:
         raise ValueError(f"out: expected q's shape {list(q.shape)}, got {list(out.shape)}")
-    _expect_q(out, "out", cache.layout, q.device)
+    if out is not q:
+        _expect_q(out, "out", cache.layout, q.device)
     num_active, num_q_heads, head_dim = q.shape
     row = num_q_heads * head_dim * q.itemsize
     if num_active > 1 and out.stride(0) < num_q_heads * head_dim:
         raise ValueError(f"out: expected rows that do not overlap, got stride {out.stride()}")
-    if num_active == 0 or (out.data_ptr() == q.data_ptr() and out.stride() == q.stride()):
+    if num_active == 0:
         return
-    for name, other, other_row in (("q", q, row), ("the cache", cache.rows, cache.layout.v_offset)):
-        if _overlap(out, other, row, other_row):
-            raise ValueError(f"out: expected q itself or memory of its own, got part of {name}")
+    in_place = out.data_ptr() == q.data_ptr() and out.stride() == q.stride()
+    overlaps = "" if in_place or not _overlap(out, q, row, row) else "q"
+    if _overlap(out, cache.rows, row, cache.layout.v_offset):
+        overlaps = "the cache"
+    if overlaps:
+        raise ValueError(f"out: expected q itself or memory of its own, got part of {overlaps}")
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor, a_row: int, b_row: int) -> bool:
@@ -286,6 +294,7 @@ def _pick(
     return getattr(module, name)
 
 
+@torch.no_grad()
 def _torch_attention(
     q: torch.Tensor,
     cache: PagedKVCache,

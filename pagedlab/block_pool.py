@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from pagedlab.layout import expect_in_range
+
 
 class PoolError(ValueError):
     """A request that the block pool refuses; the pool is unchanged."""
@@ -40,11 +42,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if not isinstance(num_blocks, int) or num_blocks < 1:
-            raise ValueError(f"num_blocks: expected a positive integer, got {num_blocks!r}")
-        self.num_blocks = num_blocks
-        self.free_blocks = list(range(num_blocks))
-        self._owned = bytearray(num_blocks)  # 1 where somebody owns the block
+        self.num_blocks = expect_in_range("num_blocks", num_blocks, start=1)
+        self.free_blocks = list(range(self.num_blocks))
+        self._owned = bytearray(self.num_blocks)  # 1 where somebody owns the block
 
     @property
     def num_free(self) -> int:
@@ -57,8 +57,10 @@ class BlockPool:
         Raises:
             OutOfBlocks: fewer than n blocks are free.
         """
-        if not isinstance(n, int) or n < 0:
-            raise PoolError(f"allocate: expected a number of blocks >= 0, got {n!r}")
+        try:
+            n = expect_in_range("n", n)
+        except ValueError as error:
+            raise PoolError(str(error)) from None
         if n > self.num_free:
             raise OutOfBlocks(
                 f"allocate: expected at most {self.num_free} (free of {self.num_blocks}), got {n}"
@@ -75,12 +77,12 @@ class BlockPool:
             UnknownBlock: an id outside 0 to num_blocks - 1.
             NotAllocated: a block that nobody owns, or one named twice.
         """
-        blocks = list(blocks)
-        for block in blocks:
-            if not hasattr(block, "__index__") or not 0 <= block < self.num_blocks:
-                raise UnknownBlock(
-                    f"release: expected 0 <= block < {self.num_blocks}, got {block!r}"
-                )
+        try:
+            blocks = [expect_in_range("block", block, self.num_blocks) for block in blocks]
+        except TypeError:
+            raise UnknownBlock(f"release: expected blocks, got {blocks!r}") from None
+        except ValueError as error:
+            raise UnknownBlock(str(error)) from None
         for block in blocks:
             if not self._owned[block]:
                 raise NotAllocated(
@@ -91,7 +93,7 @@ class BlockPool:
             raise NotAllocated(f"release: expected each block once, got {twice} twice")
         for block in blocks:
             self._owned[block] = 0
-            self.free_blocks.append(int(block))
+            self.free_blocks.append(block)
 
     def check_integrity(self) -> None:
         """Prove that free + owned = all blocks and that none is in the free list twice.

@@ -42,6 +42,7 @@ class BlockTable:
     [7]
     """
 
+    @torch.inference_mode(False)  # sync() writes into the tensors in any mode
     def __init__(
         self,
         num_slots: int,
@@ -52,17 +53,15 @@ class BlockTable:
         sync: str = "changed_entries",
         shared: bool | None = None,
     ) -> None:
-        shape = (num_slots, num_layers, max_blocks_per_seq)
-        if any(not isinstance(size, int) or size < 1 for size in shape):
-            raise ValueError(
-                f"BlockTable: expected num_slots, num_layers, max_blocks_per_seq >= 1, got {shape}"
-            )
+        self.num_slots = expect_in_range("num_slots", num_slots, start=1)
+        self.num_layers = expect_in_range("num_layers", num_layers, start=1)
+        self.max_blocks_per_seq = expect_in_range("max_blocks_per_seq", max_blocks_per_seq, start=1)
         if sync not in SYNC_POLICIES:
             raise ValueError(f"sync: expected one of {', '.join(SYNC_POLICIES)}, got {sync!r}")
-        self.num_slots, self.num_layers, self.max_blocks_per_seq = shape
         on_cpu = torch.device(device).type == "cpu"
         if shared and not on_cpu:
             raise ValueError(f"shared: expected a CPU table, got device {device}")
+        shape = (self.num_slots, self.num_layers, self.max_blocks_per_seq)
         self._host = np.full(shape, UNASSIGNED, np.int32)
         self.host = self._host.view()
         self.host.flags.writeable = False
@@ -81,10 +80,8 @@ class BlockTable:
             ValueError: an index outside the table, a negative block, or an entry already assigned
                 (overwriting it would lose its block).
         """
-        expect_in_range("slot", slot, self.num_slots)
-        expect_in_range("layer", layer, self.num_layers)
-        expect_in_range("logical_block", logical_block, self.max_blocks_per_seq)
-        expect_in_range("physical_block", physical_block, 2**31)
+        slot, layer, logical_block = self._place(slot, layer, logical_block)
+        physical_block = expect_in_range("physical_block", physical_block, 2**31)
         self._enter(slot, slice(layer, layer + 1), logical_block, [physical_block])
 
     def assign_layers(self, slot: int, logical_block: int, blocks: Sequence[int]) -> None:
@@ -93,26 +90,24 @@ class BlockTable:
         Raises:
             ValueError: as assign, or a number of blocks other than num_layers.
         """
-        expect_in_range("slot", slot, self.num_slots)
-        expect_in_range("logical_block", logical_block, self.max_blocks_per_seq)
+        slot, _, logical_block = self._place(slot, 0, logical_block)
+        try:
+            blocks = [expect_in_range("physical_block", block, 2**31) for block in blocks]
+        except TypeError:
+            raise ValueError(f"blocks: expected one per layer, got {blocks!r}") from None
         if len(blocks) != self.num_layers:
             raise ValueError(
                 f"blocks: expected one per layer ({self.num_layers}), got {len(blocks)}"
             )
-        for physical_block in blocks:
-            expect_in_range("physical_block", physical_block, 2**31)
         self._enter(slot, slice(0, self.num_layers), logical_block, blocks)
 
     def lookup(self, slot: int, layer: int, logical_block: int) -> int:
         """The physical block of a logical block, -1 if unassigned."""
-        expect_in_range("slot", slot, self.num_slots)
-        expect_in_range("layer", layer, self.num_layers)
-        expect_in_range("logical_block", logical_block, self.max_blocks_per_seq)
-        return int(self._host[slot, layer, logical_block])
+        return int(self._host[self._place(slot, layer, logical_block)])
 
     def release_slot(self, slot: int) -> list[int]:
         """Take every block out of a slot and return them, layer by layer, in logical order."""
-        expect_in_range("slot", slot, self.num_slots)
+        slot = expect_in_range("slot", slot, self.num_slots)
         assigned = np.flatnonzero(self._host[slot] != UNASSIGNED)
         blocks = self._host[slot].reshape(-1)[assigned].tolist()
         self._host[slot] = UNASSIGNED
@@ -136,6 +131,24 @@ class BlockTable:
         self._changed.clear()
         self.bytes_copied += copied
         return copied
+
+    def __getstate__(self) -> tuple:
+        return self.device.device, self.sync_policy, self.shared, self.host
+
+    def __setstate__(self, state: tuple) -> None:
+        """A copied or unpickled table: its host and device belong together like the original's."""
+        device, sync, shared, host = state
+        self.__init__(*host.shape, device, sync=sync, shared=shared)  # type: ignore[misc]
+        self._host[:] = host
+        self._mark(np.arange(host.size))
+
+    def _place(self, slot: int, layer: int, logical_block: int) -> tuple[int, int, int]:
+        """Three indices, checked, as Python ints."""
+        return (
+            expect_in_range("slot", slot, self.num_slots),
+            expect_in_range("layer", layer, self.num_layers),
+            expect_in_range("logical_block", logical_block, self.max_blocks_per_seq),
+        )
 
     def _enter(self, slot: int, layers: slice, logical_block: int, blocks: Sequence[int]) -> None:
         entries = self._host[slot, layers, logical_block]

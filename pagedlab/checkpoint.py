@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagedlab import demo_model
-from pagedlab.layout import DTYPES
+from pagedlab.layout import DTYPES, expect
 
 # Fields of config.json that would change the computation, each with the only value computed here.
 LLAMA_ONLY = {
@@ -27,12 +27,6 @@ LLAMA_ONLY = {
     "final_logit_softcapping": None,
     "quantization_config": None,
 }
-
-
-def expect(holds: bool, what: str | Path, wanted: str, got: object) -> None:
-    """Raise a one-line ValueError unless a condition holds."""
-    if not holds:
-        raise ValueError(f"{what}: expected {wanted}, got {got}")
 
 
 class RopeScaling(NamedTuple):
@@ -135,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError when there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON file, got {error}") from error
     expect(isinstance(value, dict), path, "a JSON object", type(value).__name__)
     return value
@@ -222,7 +216,8 @@ class Weights:
         paths = [single]
         if index.exists() and not single.exists():
             shards: Any = read_json(index).get("weight_map")
-            expect(isinstance(shards, dict), index, "a weight_map object", shards)
+            named = isinstance(shards, dict) and all(isinstance(s, str) for s in shards.values())
+            expect(named, index, "a weight_map object of file names", shards)
             paths = [folder / name for name in sorted(set(shards.values()))]
         self.folder = folder
         self.unread: dict[str, Any] = {}  # tensor name -> the open file that holds it

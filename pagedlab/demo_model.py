@@ -90,7 +90,7 @@ def is_current(target: Path) -> bool:
     """Whether a folder holds what this version converts."""
     try:
         return json.loads((target / "config.json").read_text()).items() >= MADE_FROM.items()
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return False
 
 

@@ -11,9 +11,8 @@ import torch
 from pagedlab.attention import paged_attention
 from pagedlab.block_pool import BlockPool
 from pagedlab.block_table import UNASSIGNED, BlockTable
-from pagedlab.checkpoint import expect
 from pagedlab.kv_cache import PagedKVCache
-from pagedlab.layout import LLAMA_3_2_1B
+from pagedlab.layout import LLAMA_3_2_1B, expect, expect_in_range
 from pagedlab.llama import Llama
 from pagedlab.sampling import INVALID, Sampling, sample
 from pagedlab.scheduler import BlockEvent, Request, Scheduler, SlotEvent
@@ -87,7 +86,7 @@ class Engine:
         self.model, self.attention, self.on_token = model, attention, on_token
         num_layers, limit = model.config.num_layers, model.config.max_seq_len
         max_seq_len = limit if max_seq_len is None else max_seq_len
-        expect(2 <= max_seq_len <= limit, "max_seq_len", f"2 to {limit} tokens", max_seq_len)
+        max_seq_len = expect_in_range("max_seq_len", max_seq_len, limit + 1, start=2)
         layout = model.kv_layout(block_size) if cache is None else cache.layout
         if table is None:
             max_blocks_per_seq = layout.num_logical_blocks(max_seq_len)
@@ -138,8 +137,7 @@ class Engine:
         outside = [token_id for token_id in prompt if not 0 <= token_id <= last]
         expect(not outside, "ids", f"token ids from 0 to {last}", outside[:1])
         expect(1 <= len(prompt) <= most, "ids", f"1 to {most} tokens", len(prompt))
-        whole = isinstance(max_new_tokens, int) and max_new_tokens >= 1
-        expect(whole, "max_new_tokens", "an integer >= 1", repr(max_new_tokens))
+        max_new_tokens = expect_in_range("max_new_tokens", max_new_tokens, start=1)
         sampling = Sampling(temperature, top_k, top_p, seed).check()
         block_size, num_layers = self.scheduler.block_size, self.table.num_layers
         longest = min(len(prompt) + max_new_tokens, self.max_seq_len)
@@ -165,12 +163,12 @@ class Engine:
         token_ids = sample(logits, [request.sampling for request in running], positions).tolist()
         chosen = []
         for request, position, token in zip(running, positions, token_ids, strict=True):
-            request.num_cached = position
             if token != INVALID:
                 if self.events is not None:
                     step = self.scheduler.step
                     self.events.append(TokenEvent(step, request.id, request.slot, position, token))
                 request.tokens.append(token)
+                request.num_cached = position
                 chosen.append((request, token))
             if reason := self._finish_reason(request, token):
                 self.scheduler.finish(request, reason)

@@ -15,11 +15,18 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def expect_tensor(name: str, x: object) -> None:
+    """Raise ValueError unless x is a torch tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
 def expect_rows(
     seq_lens: torch.Tensor, active_slots: torch.Tensor, num_active: int, device: torch.device
 ) -> None:
     """Raise ValueError unless both are contiguous int32 [num_active] on `device`."""
     for name, rows in (("seq_lens", seq_lens), ("active_slots", active_slots)):
+        expect_tensor(name, rows)
         if rows.shape != (num_active,) or rows.dtype != torch.int32 or not rows.is_contiguous():
             raise ValueError(
                 f"{name}: expected contiguous int32 [{num_active}],"
@@ -52,19 +59,26 @@ class PagedKVCache:
     (torch.Size([3, 4, 2, 16]), True)
     """
 
+    @torch.inference_mode(False)  # the buffer is written in any mode
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu"
     ) -> None:
-        if not isinstance(num_blocks, int) or num_blocks < 1:
-            raise ValueError(f"num_blocks: expected a positive integer, got {num_blocks!r}")
-        self.layout = layout
-        self.num_blocks = num_blocks
+        num_blocks = expect_in_range("num_blocks", num_blocks, start=1)
         elements = num_blocks * layout.block_bytes // layout.dtype.itemsize
-        self.buffer = torch.zeros(elements, dtype=layout.dtype, device=device)
+        buffer = torch.zeros(elements, dtype=layout.dtype, device=device)
+        self.__setstate__((layout, num_blocks, buffer))
+
+    def __getstate__(self) -> tuple:
+        return self.layout, self.num_blocks, self.buffer
+
+    def __setstate__(self, state: tuple) -> None:
+        """Also what a copied or unpickled cache gets: views of its own buffer."""
+        self.layout, self.num_blocks, self.buffer = state
+        layout = self.layout
         self.blocks = self.buffer.view(
-            num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim
+            self.num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim
         )
-        self.rows = self.buffer.view(2 * num_blocks, -1)  # one row per K or V section
+        self.rows = self.buffer.view(2 * self.num_blocks, -1)  # one row per K or V section
 
     def k_view(self) -> torch.Tensor:
         """K of every block, a view [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -95,9 +109,11 @@ class PagedKVCache:
             ValueError: a shape, dtype, device, slot, layer or position that does not fit, or a
                 logical block that is unassigned; nothing is written.
         """
-        self._expect_tokens(k, v, table, layer)
+        self._expect_tokens(k, v, table)
+        layer = expect_in_range("layer", layer, table.num_layers)
+        slot = expect_in_range("slot", slot, table.num_slots)
         capacity = table.max_blocks_per_seq * self.layout.block_size
-        expect_in_range("start", start, capacity + 1)
+        start = expect_in_range("start", start, capacity + 1)
         end = start + k.shape[0]
         blocks = self._blocks(table, slot, layer, start, end)
         if self.buffer.is_cuda and has_triton():
@@ -109,6 +125,7 @@ class PagedKVCache:
                     k, v, self.buffer, table.device, layer, self.layout, slot=slot, start=start
                 )
             return
+        k, v = k.detach(), v.detach()
         token_in_block = start % self.layout.block_size
         for block in blocks:
             room = self.layout.block_size - token_in_block
@@ -137,7 +154,8 @@ class PagedKVCache:
             ValueError: as write. On CUDA values are not read: a row that does not fit writes
                 nothing.
         """
-        self._expect_tokens(k, v, table, layer)
+        self._expect_tokens(k, v, table)
+        layer = expect_in_range("layer", layer, table.num_layers)
         expect_rows(seq_lens, active_slots, k.shape[0], self.buffer.device)
         if self.buffer.is_cuda and has_triton():
             from pagedlab.kernels.write_kv import write_kv
@@ -160,9 +178,10 @@ class PagedKVCache:
         places = []
         rows = zip(seq_lens.tolist(), active_slots.tolist(), strict=True)
         for row, (seq_len, slot) in enumerate(rows):
-            if seq_len != 0:
-                (block,) = self._blocks(table, slot, layer, seq_len - 1, seq_len)
-                places.append((row, block, (seq_len - 1) % self.layout.block_size))
+            position = seq_len - 1 if seq_len else 0
+            for block in self._blocks(table, slot, layer, position, seq_len):
+                places.append((row, block, position % self.layout.block_size))
+        k, v = k.detach(), v.detach()
         for row, block, token_in_block in places:
             self.blocks[block, 0, token_in_block] = k[row]
             self.blocks[block, 1, token_in_block] = v[row]
@@ -175,7 +194,9 @@ class PagedKVCache:
         Raises:
             ValueError: a slot, layer or length outside the table, or an unassigned block.
         """
-        expect_in_range("layer", layer, table.num_layers)
+        layer = expect_in_range("layer", layer, table.num_layers)
+        capacity = table.max_blocks_per_seq * self.layout.block_size
+        num_tokens = expect_in_range("num_tokens", num_tokens, capacity + 1)
         blocks = self._blocks(table, slot, layer, 0, num_tokens)
         k, v = self.gather_blocks(torch.tensor(blocks, dtype=torch.int64).to(self.buffer.device))
         return k[:num_tokens], v[:num_tokens]
@@ -187,11 +208,10 @@ class PagedKVCache:
         k, v = both.view(2, -1, self.layout.num_kv_heads, self.layout.head_dim)
         return k, v
 
-    def _expect_tokens(
-        self, k: torch.Tensor, v: torch.Tensor, table: BlockTable, layer: int
-    ) -> None:
+    def _expect_tokens(self, k: torch.Tensor, v: torch.Tensor, table: BlockTable) -> None:
         heads, head_dim = self.layout.num_kv_heads, self.layout.head_dim
         for name, x in (("k", k), ("v", v)):
+            expect_tensor(name, x)
             if x.dim() != 3 or x.shape[1:] != (heads, head_dim) or x.shape != k.shape:
                 raise ValueError(
                     f"{name}: expected [num_tokens, {heads}, {head_dim}], the same for k and v,"
@@ -209,12 +229,11 @@ class PagedKVCache:
             raise ValueError(
                 f"table: expected device {self.buffer.device}, got {table.device.device}"
             )
-        expect_in_range("layer", layer, table.num_layers)
 
     def _blocks(self, table: BlockTable, slot: int, layer: int, start: int, end: int) -> list[int]:
         """The physical blocks that hold positions start to end - 1 of a slot, each one checked."""
         capacity = table.max_blocks_per_seq * self.layout.block_size
-        expect_in_range("slot", slot, table.num_slots)
+        slot = expect_in_range("slot", slot, table.num_slots)
         if start < 0 or end > capacity:
             outside = start if start < 0 else end - 1
             raise ValueError(f"position: expected 0 <= position < {capacity}, got {outside}")

@@ -1,8 +1,10 @@
 """Where every byte of a paged KV cache lies: blocks and their address arithmetic (chapter 1)."""
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,14 +22,28 @@ class Location(NamedTuple):
     byte_in_element: int
 
 
-def expect_in_range(name: str, value: int, stop: int) -> None:
-    """Raise ValueError unless `value` is an integer with 0 <= value < stop."""
+def expect(holds: bool, what: str | Path, wanted: str, got: object) -> None:
+    """Raise a one-line ValueError unless a condition holds."""
+    if not holds:
+        raise ValueError(f"{what}: expected {wanted}, got {got}")
+
+
+def expect_integer(name: str, value: Any) -> int:
+    """An integer, NumPy's and torch's included, as Python's, which cannot overflow later."""
     try:
-        if 0 <= value.__index__() < stop:
-            return
-    except AttributeError:
-        raise ValueError(f"{name}: expected an integer, got {value!r}") from None
-    raise ValueError(f"{name}: expected 0 <= {name} < {stop}, got {value}")
+        return operator.index(value)
+    except TypeError:
+        got = " ".join(repr(value).split())
+        raise ValueError(f"{name}: expected an integer, got {got}") from None
+
+
+def expect_in_range(name: str, value: Any, stop: int | None = None, start: int = 0) -> int:
+    """`value` as a Python int; ValueError unless it is an integer with start <= value < stop."""
+    number = expect_integer(name, value)
+    if number < start or (stop is not None and number >= stop):
+        wanted = f"{name} >= {start}" if stop is None else f"{start} <= {name} < {stop}"
+        raise ValueError(f"{name}: expected {wanted}, got {number}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -65,16 +81,16 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {self.dtype}")
+        for name in (field.name for field in fields(self) if field.name != "dtype"):
+            object.__setattr__(self, name, expect_in_range(name, getattr(self, name), start=1))
         if self.block_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             raise ValueError(
-                f"block_size: expected a power of two from 1 to 256, got {self.block_size!r}"
+                f"block_size: expected a power of two from 1 to 256, got {self.block_size}"
             )
         if self.head_dim not in range(16, 257, 8):
             raise ValueError(
-                f"head_dim: expected a multiple of 8 from 16 to 256, got {self.head_dim!r}"
+                f"head_dim: expected a multiple of 8 from 16 to 256, got {self.head_dim}"
             )
-        if not isinstance(self.num_kv_heads, int) or self.num_kv_heads < 1:
-            raise ValueError(f"num_kv_heads: expected at least 1, got {self.num_kv_heads!r}")
 
     @cached_property
     def kv_dim(self) -> int:
@@ -93,7 +109,7 @@ class KVLayout:
 
     def num_blocks(self, cache_bytes: int) -> int:
         """Whole blocks that fit into `cache_bytes` bytes."""
-        return cache_bytes // self.block_bytes
+        return expect_in_range("cache_bytes", cache_bytes) // self.block_bytes
 
     def num_logical_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens of one layer fill, the last one perhaps in part."""
@@ -101,15 +117,11 @@ class KVLayout:
 
     def k_address(self, physical_block: int, token_in_block: int, kv_head: int, lane: int) -> int:
         """Byte of one K element, counted from the cache's start."""
-        if physical_block < 0:
-            raise ValueError(
-                f"physical_block: expected an assigned block (>= 0), got {physical_block}"
-            )
-        expect_in_range("token_in_block", token_in_block, self.block_size)
-        expect_in_range("kv_head", kv_head, self.num_kv_heads)
-        expect_in_range("lane", lane, self.head_dim)
-        element = token_in_block * self.kv_dim + kv_head * self.head_dim + lane
-        return physical_block * self.block_bytes + element * self.dtype.itemsize
+        block_start = expect_in_range("physical_block", physical_block) * self.block_bytes
+        element = expect_in_range("token_in_block", token_in_block, self.block_size) * self.kv_dim
+        element += expect_in_range("kv_head", kv_head, self.num_kv_heads) * self.head_dim
+        element += expect_in_range("lane", lane, self.head_dim)
+        return block_start + element * self.dtype.itemsize
 
     def v_address(self, physical_block: int, token_in_block: int, kv_head: int, lane: int) -> int:
         """Byte of one V element: the K address plus `v_offset`."""
@@ -117,9 +129,7 @@ class KVLayout:
 
     def locate(self, byte: int) -> Location:
         """The element that owns a byte of the cache; inverts `k_address` and `v_address`."""
-        if byte < 0:
-            raise ValueError(f"byte: expected a byte of the cache (>= 0), got {byte}")
-        physical_block, in_block = divmod(byte, self.block_bytes)
+        physical_block, in_block = divmod(expect_in_range("byte", byte), self.block_bytes)
         is_v, in_section = divmod(in_block, self.v_offset)
         element, byte_in_element = divmod(in_section, self.dtype.itemsize)
         token_in_block, in_token = divmod(element, self.kv_dim)

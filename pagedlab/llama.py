@@ -13,9 +13,9 @@ from torch import Tensor
 from pagedlab import checkpoint
 from pagedlab.attention import attention_plan, paged_attention
 from pagedlab.block_table import BlockTable
-from pagedlab.checkpoint import LlamaConfig, expect
+from pagedlab.checkpoint import LlamaConfig
 from pagedlab.kv_cache import PagedKVCache
-from pagedlab.layout import KVLayout
+from pagedlab.layout import KVLayout, expect
 
 Device = torch.device | str
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attended values

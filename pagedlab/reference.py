@@ -6,6 +6,7 @@ import torch
 
 from pagedlab.block_table import BlockTable
 from pagedlab.kv_cache import PagedKVCache
+from pagedlab.layout import expect_in_range
 
 
 def dense_attention(
@@ -38,6 +39,7 @@ def dense_attention(
     return torch.einsum("ht,thd->hd", scores.softmax(1), v)
 
 
+@torch.no_grad()
 def gathered_attention(
     q: torch.Tensor,
     cache: PagedKVCache,
@@ -54,6 +56,7 @@ def gathered_attention(
     The arguments are those of paged_attention. A row whose slot, length or blocks do not exist is
     NaN; a row of length 0 is zeros.
     """
+    layer = expect_in_range("layer", layer, table.num_layers)
     result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rows = zip(active_slots.tolist(), seq_lens.tolist(), strict=True)
     for row, (slot, seq_len) in enumerate(rows):

@@ -25,7 +25,7 @@ class Sampling(NamedTuple):
     seed: int = 0
 
     def check(self) -> "Sampling":
-        """Return self, or raise ValueError naming the first field that is out of its range.
+        """The same as plain numbers, or ValueError naming the first field out of its range.
 
         >>> Sampling(top_p=0).check()
         Traceback (most recent call last):
@@ -40,7 +40,7 @@ class Sampling(NamedTuple):
             value = getattr(self, name)
             if not isinstance(value, kind) or not legal(value):
                 raise ValueError(f"{name}: expected {expected}, got {value!r}")
-        return self
+        return Sampling(float(self.temperature), int(self.top_k), float(self.top_p), int(self.seed))
 
 
 def random_words(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:

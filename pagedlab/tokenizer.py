@@ -7,6 +7,7 @@ from pathlib import Path
 import tokenizers
 
 from pagedlab import checkpoint
+from pagedlab.layout import expect
 
 
 class Tokenizer:
@@ -29,13 +30,15 @@ class Tokenizer:
         config = checkpoint.read_json(config_path) if config_path.exists() else {}
         template = config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            named = [entry for entry in template if isinstance(entry, dict)]
+            template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
+        expect(isinstance(template, str | None), config_path, "chat_template to be text", template)
         if template_path.exists():
             template = template_path.read_text(encoding="utf-8")
         self.chat_template: str = template or ""
         # What a template may name: bos_token and the like. Older files wrap a token in an object.
         self.special_tokens = {
-            name: token["content"] if isinstance(token, dict) else token
+            name: token.get("content") if isinstance(token, dict) else token
             for name, token in config.items()
             if name.endswith("_token") and token is not None
         }
@@ -62,12 +65,13 @@ class Tokenizer:
         Raises:
             ValueError: the model has no chat template, or its template refuses the messages.
         """
-        checkpoint.expect(self.chat_template != "", "model", "a chat template", "none")
+        expect(self.chat_template != "", "model", "a chat template", "none")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         for message in messages:
-            texts = all(isinstance(message.get(key), str) for key in ("role", "content"))
-            checkpoint.expect(texts, "messages", "texts as role and content", message)
+            texts = isinstance(message, dict)
+            texts = texts and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            expect(texts, "messages", "texts as role and content", message)
         import jinja2.sandbox
 
         def refuse(reason: str) -> None:
@@ -81,7 +85,7 @@ class Tokenizer:
         try:
             template = environment.from_string(self.chat_template, names)
             text = template.render(messages=messages, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: it may divide by zero, too
             raise ValueError(f"messages: expected what the template takes, got {error}") from error
         return self.encode(text)
 

@@ -3,6 +3,7 @@
 import time
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from batches import TOLERANCE, make_batch
@@ -195,6 +196,45 @@ def test_a_plan_serves_every_layer_of_its_step():
         paged_attention(batch.q[:1], batch.cache, batch.table, *rows, 0, plan=plan)
 
 
+def test_a_plan_is_no_way_around_the_checks(batch, backend):
+    plan = attention_plan(*batch.args[3:], batch.table, batch.cache, slice(1, 2))
+    batch.seq_lens[0] -= 1
+    assert_matches(batch, paged_attention(*batch.args, 1, plan=plan, **backend))
+    batch.table.release_slot(int(batch.active_slots[0]))
+    with pytest.raises(ValueError, match=r"block_table\[., 1, 0\]: expected a block of the cache"):
+        paged_attention(*batch.args, 1, plan=plan, **backend)
+
+
+def test_no_gradient_is_recorded(batch, backend):
+    expected = paged_attention(*batch.args, 1, **backend)
+    q = batch.q.clone().requires_grad_()
+    assert not paged_attention(q, *batch.args[1:], 1, **backend).requires_grad
+    assert torch.equal(paged_attention(q, *batch.args[1:], 1, out=q, **backend), expected)
+
+
+@pytest.mark.parametrize("number", [np.float32, torch.tensor])
+def test_layer_and_scale_may_be_numpys_or_torchs(batch, backend, number):
+    expected = paged_attention(*batch.args, 1, scale=0.5, **backend)
+    layer = number(1).astype(np.int8) if number is np.float32 else number(1)
+    assert torch.equal(paged_attention(*batch.args, layer, scale=number(0.5), **backend), expected)
+
+
+@pytest.mark.parametrize("name", ["q", "seq_lens", "active_slots"])
+def test_what_is_no_tensor_is_refused(batch, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got ndarray$"):
+        paged_attention(*changed(batch, **{name: np.zeros(3)}), 1)
+
+
+def test_in_place_in_the_cache_or_in_rows_that_overlap_is_refused(batch):
+    q = batch.cache.buffer[: batch.q.numel()].view(batch.q.shape)
+    q.copy_(batch.q)
+    with pytest.raises(ValueError, match="out: expected q itself or memory of its own, got part"):
+        paged_attention(q, *batch.args[1:], 1, out=q)
+    q = batch.q[:1].expand(3, -1, -1)
+    with pytest.raises(ValueError, match="out: expected rows that do not overlap"):
+        paged_attention(q, *batch.args[1:], 1, out=q)
+
+
 def changed(batch, **changes):
     names = ("q", "cache", "table", "seq_lens", "active_slots")
     return tuple(changes.get(name, value) for name, value in zip(names, batch.args, strict=True))
@@ -300,6 +340,17 @@ def test_by_token_wants_a_power_of_two():
     batch = make_batch(layout, [5], num_q_heads=1)
     with pytest.raises(ValueError, match="by_token: expected head_dim a power of two, got 24"):
         paged_attention(*batch.args, 1, backend="triton", kernel="by_token")
+
+
+def test_check_batch_wants_int32_rows():
+    batch = make_batch(
+        KVLayout(block_size=4, num_kv_heads=1, head_dim=16, dtype=torch.float32), [5], num_q_heads=1
+    )
+    for wrong in (batch.seq_lens.float(), batch.seq_lens[0], batch.seq_lens.long()):
+        with pytest.raises(ValueError, match=r"^seq_lens: expected contiguous int32 \[1\], got"):
+            check_batch(batch.table, wrong, batch.active_slots)
+    with pytest.raises(ValueError, match=r"^seq_lens: expected a tensor, got list$"):
+        check_batch(batch.table, [5], batch.active_slots)
 
 
 def test_check_batch_looks_at_every_layer():

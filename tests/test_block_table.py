@@ -1,5 +1,8 @@
 """Promises of the block table: three dimensions, -1, all or nothing, a copy that follows."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -76,7 +79,7 @@ def test_a_refused_call_names_what_came_and_changes_nothing(call, message, share
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 2.0)])
 def test_a_table_needs_sizes(sizes):
-    with pytest.raises(ValueError, match="expected num_slots, num_layers, max_blocks_per_seq >= 1"):
+    with pytest.raises(ValueError, match=r"^\w+: expected (\w+ >= 1|an integer), got"):
         BlockTable(*sizes)
 
 
@@ -137,3 +140,40 @@ def test_more_changes_than_one_staging_buffer_holds():
     table.sync()
     assert (table.device.numpy() == table.host).all()
     assert table.lookup(1, 89, 119) == 119 * 90 + 89
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))]
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_copy_is_a_table_of_its_own(copied, shared):
+    table = BlockTable(2, 3, 4, sync="per_step", shared=shared)
+    table.assign(1, 2, 3, 7)
+    twin = copied(table)
+    twin.assign(0, 1, 2, 9)
+    twin.sync()
+    assert twin.sync_policy == "per_step"
+    assert twin.lookup(1, 2, 3) == 7
+    assert twin.host[0, 1, 2] == twin.device[0, 1, 2] == 9
+    assert torch.equal(twin.device, torch.tensor(twin.host))
+    assert not twin.host.flags.writeable
+    assert table.lookup(0, 1, 2) == -1
+
+
+def test_a_small_integer_type_does_not_wrap():
+    table = BlockTable(np.int64(200), 30, 64, shared=False)
+    table.assign(np.uint8(199), np.uint8(29), np.uint8(63), np.uint8(5))
+    table.sync()
+    assert table.release_slot(np.uint8(199)) == [5]
+    table.sync()
+    assert (table.device == -1).all()
+
+
+@pytest.mark.parametrize("blocks", [5, None, [1, 2, None], [1, 2, 3.0], torch.ones(3)])
+def test_blocks_that_are_no_integers_are_refused(blocks):
+    table = BlockTable(2, 3, 4)
+    with pytest.raises(ValueError, match=r"^(blocks|physical_block): expected "):
+        table.assign_layers(0, 0, blocks)
+    assert (table.host == -1).all()
+    table.assign_layers(0, 0, torch.tensor([3, 4, 5]))
+    assert table.host[0, :, 0].tolist() == [3, 4, 5]

@@ -166,7 +166,7 @@ def test_a_config_that_cannot_be_computed_is_refused(tmp_path, changes, message)
     assert message in one_line(error)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[1]", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "[" * 100_000, b"\xff\xfe"])
 def test_a_missing_or_broken_config_is_named(tmp_path, content):
     if content is not None:
         content = content.encode() if isinstance(content, str) else content
@@ -210,9 +210,10 @@ def test_a_model_in_shards_equals_the_same_model_in_one_file(model_folder):
     with pytest.raises(ValueError, match="model-1-of-3") as error:
         Llama.from_checkpoint(model_folder)
     one_line(error)
-    index.write_text("{}")
-    with pytest.raises(ValueError, match="expected a weight_map object, got None"):
-        Llama.from_checkpoint(model_folder)
+    for weight_map in (None, ["file"], {"lm_head.weight": 5}):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match="expected a weight_map object of file names, got"):
+            Llama.from_checkpoint(model_folder)
 
 
 def test_tensors_are_read_by_name_and_leftover_ones_are_noticed(model_folder):
@@ -368,7 +369,7 @@ def test_a_folder_that_is_not_current_is_made_anew(monkeypatch, empty_cache, lef
         old = target.with_suffix(".partial") if left == "half of one" else target
         old.mkdir(parents=True)
         (old / "old").touch()
-        content = "{" if left == "a broken one" else json.dumps({"source_sha256": "0"})
+        content = "[]" if left == "a broken one" else json.dumps({"source_sha256": "0"})
         (old / "config.json").write_text(content)
     assert locate() == target
     assert [path.name for path in target.iterdir()] == ["config.json"]

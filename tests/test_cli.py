@@ -230,7 +230,7 @@ def test_numbers_of_a_version():
         ("address", "expected --physical-block, --token, --kv-head and --lane, or --byte alone"),
         ("address --lane 3", "got --lane"),
         ("address --lane 3 --byte 9", "got --lane --byte"),
-        ("address --byte -1", "byte: expected a byte of the cache (>= 0), got -1"),
+        ("address --byte -1", "byte: expected byte >= 0, got -1"),
         ("address --byte x", "invalid int value: 'x'"),
         ("address --byte 0 --block-size 3", "block_size: expected a power of two"),
         (" ".join(["address", *ELEMENT[:-1], "64"]), "lane: expected 0 <= lane < 64, got 64"),

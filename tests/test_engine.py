@@ -261,8 +261,8 @@ def test_the_context_limit_bounds_what_a_request_can_need():
         ({"ids": [1.0]}, r"ids: expected integers, got \[1.0\]"),
         ({"ids": "text"}, "ids: expected integers, got 'text'"),
         ({"ids": None}, "ids: expected integers, got None"),
-        ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1, got 0"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens: expected an integer >= 1, got 2.5"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected max_new_tokens >= 1, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens: expected an integer, got 2.5"),
         ({"temperature": -1}, "temperature: expected .*, got -1"),
         ({"top_k": -1}, "top_k: expected .*, got -1"),
         ({"top_p": 0}, "top_p: expected .*, got 0"),
@@ -278,21 +278,26 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing(arguments, message
     assert engine.submit([1], 1).id == 0
 
 
-def test_ids_may_be_a_tensor_or_an_array():
-    engine = fake_engine()
-    requests = [engine.submit(ids, 4) for ids in (torch.tensor([3, 4]), [3, 4])]
+def test_ids_and_numbers_may_be_numpys_or_torchs():
+    engine = fake_engine(events=[])
+    settings_of = {"temperature": 2, "top_k": 3, "top_p": 1, "seed": 5}
+    first = engine.submit([3, 4], 4, **settings_of)
+    typed = {name: np.int8(value) for name, value in settings_of.items() if name != "temperature"}
+    second = engine.submit(torch.tensor([3, 4]), np.int64(4), np.float32(2), **typed)
     engine.run()
-    assert requests[0].tokens == requests[1].tokens
-    assert requests[0].prompt == [3, 4]
+    assert first.tokens == second.tokens
+    assert second.prompt == [3, 4]
+    json.dumps([event._asdict() for event in engine.events])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seq_len": MAX_SEQ_LEN + 1}, "max_seq_len: expected 2 to 24 tokens, got 25"),
-        ({"max_seq_len": 1}, "max_seq_len: expected 2 to 24 tokens, got 1"),
-        ({"num_blocks": 0}, "num_blocks: expected a positive integer, got 0"),
-        ({"num_slots": 0}, "BlockTable: expected num_slots, .*"),
+        ({"max_seq_len": MAX_SEQ_LEN + 1}, "max_seq_len: expected 2 <= max_seq_len < 25, got 25"),
+        ({"max_seq_len": 9.5}, "max_seq_len: expected an integer, got 9.5"),
+        ({"max_seq_len": 1}, "max_seq_len: expected 2 <= max_seq_len < 25, got 1"),
+        ({"num_blocks": 0}, "num_blocks: expected num_blocks >= 1, got 0"),
+        ({"num_slots": 0}, "num_slots: expected num_slots >= 1, got 0"),
         ({"table": BlockTable(2, 4, 9)}, "table: expected 3 layers, got 4"),
         ({"pool": BlockPool(9), "num_blocks": 8}, "pool: expected at most 8 blocks, got 9"),
         (

@@ -1,5 +1,9 @@
 """Promises of the cache: a token's K and V lie where the table says, and nowhere else."""
 
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -175,7 +179,19 @@ def rows(*values):
         ),
         (
             lambda c, t, k: c.gather(t, 0, 0, 21),
-            "position: expected 0 <= position < 20, got 20",
+            "num_tokens: expected 0 <= num_tokens < 21, got 21",
+        ),
+        (
+            lambda c, t, k: c.gather(t, 0, 0, -1),
+            "num_tokens: expected 0 <= num_tokens < 21, got -1",
+        ),
+        (
+            lambda c, t, k: c.append(k, k, t, rows(0, 0), rows(0, 99), 0),
+            "slot: expected 0 <= slot < 3, got 99",
+        ),
+        (
+            lambda c, t, k: c.write(k.numpy(), k, t, 0, 0, 0),
+            "k: expected a tensor, got ndarray",
         ),
     ],
 )
@@ -191,5 +207,43 @@ def test_a_refused_call_names_what_came_and_writes_nothing(call, message):
 
 def test_a_cache_needs_blocks():
     layout = KVLayout(block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    with pytest.raises(ValueError, match="num_blocks: expected a positive integer, got 0"):
+    with pytest.raises(ValueError, match="num_blocks: expected num_blocks >= 1, got 0"):
         PagedKVCache(layout, 0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copys_views_are_views_of_its_own_buffer(copied):
+    layout = KVLayout(block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    cache = PagedKVCache(layout, 3)
+    twin = copied(cache)
+    twin.k_view()[1, 2, 1, 7] = 5
+    assert twin.buffer.sum() == twin.rows.sum() == 5
+    assert cache.buffer.sum() == 0
+
+
+def test_the_cache_is_no_part_of_a_gradient():
+    layout = KVLayout(block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    cache, table = make(layout, max_blocks=5)
+    k = torch.ones(2, 2, 16, requires_grad=True)
+    cache.write(k, k, table, 0, 0, 0)
+    cache.append(k, k, table, rows(3, 3), rows(0, 1), 0)
+    assert not cache.buffer.requires_grad
+
+
+def test_a_cache_made_in_inference_mode_can_be_written_outside():
+    layout = KVLayout(block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    with torch.inference_mode():
+        cache = PagedKVCache(layout, 40)
+        _, table = make(layout, max_blocks=5)
+    k = torch.ones(1, 2, 16)
+    cache.write(k, k, table, 0, 0, 0)
+    assert cache.buffer.sum() == 2 * 32
+
+
+@pytest.mark.parametrize("integer", [np.int8, torch.tensor, bool])
+def test_places_may_be_any_kind_of_integer(integer):
+    layout = KVLayout(block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    cache, table = make(layout, max_blocks=5)
+    k = torch.randn(3, 2, 16)
+    cache.write(k, k, table, integer(1), integer(0), integer(1))
+    assert torch.equal(cache.gather(table, integer(1), integer(0), 4)[0][1:], k)

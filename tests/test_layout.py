@@ -1,5 +1,6 @@
 """Promises of the block layout: every address is the storage's own."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -85,7 +86,7 @@ def test_logical_blocks_are_the_ceiling_of_tokens(layout, num_tokens):
         ({"block_size": 512}, "block_size: expected a power of two from 1 to 256, got 512"),
         ({"head_dim": 20}, "head_dim: expected a multiple of 8 from 16 to 256, got 20"),
         ({"head_dim": 264}, "head_dim: expected a multiple of 8 from 16 to 256, got 264"),
-        ({"num_kv_heads": 0}, "num_kv_heads: expected at least 1, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads: expected num_kv_heads >= 1, got 0"),
         ({"dtype": torch.int8}, "dtype: expected float32, float16 or bfloat16, got torch.int8"),
     ],
 )
@@ -98,7 +99,7 @@ def test_a_layout_outside_the_limits_is_refused(change, message):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ((-1, 0, 0, 0), r"physical_block: expected an assigned block \(>= 0\), got -1"),
+        ((-1, 0, 0, 0), "physical_block: expected physical_block >= 0, got -1"),
         ((0, 16, 0, 0), "token_in_block: expected 0 <= token_in_block < 16, got 16"),
         ((0, 0, 8, 0), "kv_head: expected 0 <= kv_head < 8, got 8"),
         ((0, 0, 0, -1), "lane: expected 0 <= lane < 64, got -1"),
@@ -109,5 +110,32 @@ def test_an_address_outside_the_block_is_refused(place, message):
     for address in (LLAMA_3_2_1B.k_address, LLAMA_3_2_1B.v_address):
         with pytest.raises(ValueError, match="^" + message + "$"):
             address(*place)
-    with pytest.raises(ValueError, match=r"byte: expected a byte of the cache \(>= 0\), got -1"):
+    with pytest.raises(ValueError, match="byte: expected byte >= 0, got -1"):
         LLAMA_3_2_1B.locate(-1)
+
+
+@pytest.mark.parametrize("integer", [np.int32, np.int64, torch.tensor])
+def test_numpys_and_torchs_integers_do_not_overflow(integer):
+    """As block_table.host[...] and tensors hold them; 131,071 * 32,768 is beyond int32."""
+    place = tuple(integer(index) for index in (131071, 5, 2, 7))
+    address = LLAMA_3_2_1B.k_address(*place)
+    assert type(address) is int
+    assert address == 131071 * 32768 + (5 * 512 + 2 * 64 + 7) * 2
+    assert type(LLAMA_3_2_1B.locate(integer(9)).lane) is int
+    sizes = (integer(size) for size in (16, 8, 64))
+    layout = KVLayout(*sizes, torch.bfloat16)
+    assert layout == KVLayout(16, 8, 64, torch.bfloat16)
+    assert type(layout.block_bytes) is int
+
+
+@pytest.mark.parametrize("wrong", [2.0, "2", None, np.arange(2), torch.tensor([1, 2])])
+def test_what_is_no_integer_is_refused_in_one_line(wrong):
+    calls = (
+        lambda: KVLayout(wrong, 8, 64, torch.bfloat16),
+        lambda: LLAMA_3_2_1B.k_address(wrong, 0, 0, 0),
+        lambda: LLAMA_3_2_1B.locate(wrong),
+        lambda: LLAMA_3_2_1B.num_blocks(wrong),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^\w+: expected an integer, got .+$"):
+            call()

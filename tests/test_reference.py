@@ -89,3 +89,20 @@ def test_gathered_attention_marks_a_row_that_does_not_exist():
     out = gathered_attention(*batch.args, layer=1)
     assert out[[0, 2]].isnan().all()
     assert not out[1].isnan().any()
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_gathered_attention_takes_a_negative_length_for_no_length(block_size):
+    layout = KVLayout(block_size, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    batch = make_batch(layout, [5, 7], num_q_heads=2)
+    batch.seq_lens[0] = -1
+    out = gathered_attention(*batch.args, layer=1)
+    assert out[0].isnan().all()
+    assert not out[1].isnan().any()
+
+
+def test_gathered_attention_refuses_a_layer_that_does_not_exist():
+    layout = KVLayout(block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    batch = make_batch(layout, [5], num_q_heads=2, num_layers=3)
+    with pytest.raises(ValueError, match="layer: expected 0 <= layer < 3, got 3"):
+        gathered_attention(*batch.args, layer=3)

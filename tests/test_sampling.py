@@ -1,7 +1,9 @@
 """Sampling: the right distribution, from noise of seed, position and token id alone."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -212,3 +214,11 @@ def test_a_setting_out_of_range_is_named(field, value):
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1])
 def test_every_legal_seed_draws(seed):
     assert draws(Sampling(1.0, seed=seed).check(), 200).unique().numel() > 4
+
+
+def test_checked_settings_are_plain_numbers():
+    """A tensor of them must be made in every step: any kind of number has to fit in."""
+    checked = Sampling(Fraction(1, 2), np.int8(3), np.float32(0.5), True).check()
+    assert [type(value) for value in checked] == [float, int, float, int]
+    assert checked == (0.5, 3, 0.5, 1)
+    assert Sampling(10**30).check().temperature == 1e30

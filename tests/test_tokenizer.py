@@ -147,6 +147,12 @@ def test_a_template_can_do_no_harm(tmp_path):
             [{"role": "user"}],
             "messages: expected texts as role and content, got {'role': 'user'}",
         ),
+        ("x", ["Hi"], "messages: expected texts as role and content, got Hi"),
+        (
+            "{{ 1 // 0 }}",
+            "Hi",
+            "messages: expected what the template takes, got integer division or modulo by zero",
+        ),
     ],
 )
 def test_a_chat_that_the_model_cannot_have_is_refused(tmp_path, template, messages, message):
@@ -154,6 +160,12 @@ def test_a_chat_that_the_model_cannot_have_is_refused(tmp_path, template, messag
     with pytest.raises(ValueError, match="expected") as error:
         tokenizer.chat(messages)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("template", [5, {"default": "x"}, [{"name": "default", "template": 5}]])
+def test_a_template_that_is_no_text_is_named(tmp_path, template):
+    with pytest.raises(ValueError, match=r"config\.json: expected chat_template to be text, got"):
+        Tokenizer(changed_copy(tmp_path, chat_template=template))
 
 
 @pytest.mark.parametrize("content", [None, "", '{"version": "1.0"', "[]"])
