@@ -283,7 +283,8 @@ def test_a_tied_model_may_still_store_its_head(model_folder):
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "nowhere", "/no/such", "../x", "a/b/c"])
-def test_an_unknown_model_is_refused_without_asking_the_hub(monkeypatch, name):
+def test_an_unknown_model_is_refused_without_asking_the_hub(monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="expected a folder or a hub id") as error:
         locate(name)
