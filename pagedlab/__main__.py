@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
-        note(" ".join(str(error).split()))
+        note(" ".join(str(error).split()) or type(error).__name__)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -284,9 +284,9 @@ def _pick(
         )
     name = "split_kv" if kernel == "auto" else kernel
     module = import_module(f"pagedlab.kernels.{name}")
-    if device.type == "cpu" and isinstance(
-        getattr(module, f"{name}_kernel"), import_module("triton").JITFunction
-    ):
+    functions = getattr(module, f"{name}_kernel"), import_module("triton.language").sum
+    compiled = any(isinstance(f, import_module("triton").JITFunction) for f in functions)
+    if device.type == "cpu" and compiled:
         raise ValueError(
             "backend: expected a CUDA tensor, or TRITON_INTERPRET=1 set before triton is imported,"
             " got a CPU tensor with compiled kernels"

@@ -243,6 +243,7 @@ class Engine:
         return "context" if request.num_tokens == self.max_seq_len else None
 
     def _expect_own(self, request: Request) -> None:
+        expect(isinstance(request, Request), "request", "what submit gave", repr(request))
         known = request in self.scheduler.slots or request in self.scheduler.queue
         known = known or request.finish_reason is not None
         expect(known, "request", "one of this engine", f"request {request.id} of another")

@@ -50,7 +50,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it stands; nothing is put around it."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except TypeError:  # no string, or half of a surrogate pair
+            raise ValueError(f"text: expected Unicode text, got {text!r}") from None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no character become U+FFFD."""
@@ -68,6 +71,7 @@ class Tokenizer:
         expect(self.chat_template != "", "model", "a chat template", "none")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        expect(isinstance(messages, list | tuple), "messages", "a text or a list", repr(messages))
         for message in messages:
             texts = isinstance(message, dict)
             texts = texts and all(isinstance(message.get(key), str) for key in ("role", "content"))

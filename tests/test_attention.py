@@ -1,5 +1,8 @@
 """paged_attention against the reference: every kernel, every backend, every edge."""
 
+import os
+import subprocess
+import sys
 import time
 from importlib import import_module
 
@@ -333,6 +336,23 @@ def test_bfloat16_in_the_interpreter_is_refused():
     batch = make_batch(layout, [5], num_q_heads=1)
     with pytest.raises(ValueError, match="Triton's interpreter computes bfloat16 wrongly"):
         paged_attention(*batch.args, 1, backend="triton")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_kernels_that_triton_has_fixed_to_its_compiler_are_refused_on_a_cpu(late):
+    """Triton imported before pagedlab, the variable not set, or set too late."""
+    code = f"""
+import os, triton, torch
+if {late}: os.environ["TRITON_INTERPRET"] = "1"
+from pagedlab import BlockTable, KVLayout, PagedKVCache, paged_attention
+cache = PagedKVCache(KVLayout(4, 1, 16, torch.float32), 1)
+row = torch.zeros(1, dtype=torch.int32)
+paged_attention(torch.ones(1, 1, 16), cache, BlockTable(1, 1, 1), row, row, 0, backend="triton")
+"""
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "ValueError: backend: expected a CUDA tensor, or TRITON_INTERPRET=1 set" in done.stderr
 
 
 def test_by_token_wants_a_power_of_two():

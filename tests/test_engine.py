@@ -383,6 +383,8 @@ def test_a_request_of_another_engine_is_refused(method):
     with pytest.raises(ValueError, match="request: expected one of this engine, got request 0"):
         list(getattr(mine, method)(request) or ())
     assert request.state == "running"
+    with pytest.raises(ValueError, match="request: expected what submit gave, got 0"):
+        list(getattr(mine, method)(0) or ())
 
 
 # A step that raises

@@ -147,6 +147,7 @@ def test_a_template_can_do_no_harm(tmp_path):
             [{"role": "user"}],
             "messages: expected texts as role and content, got {'role': 'user'}",
         ),
+        ("x", None, "messages: expected a text or a list, got None"),
         ("x", ["Hi"], "messages: expected texts as role and content, got Hi"),
         (
             "{{ 1 // 0 }}",
@@ -160,6 +161,14 @@ def test_a_chat_that_the_model_cannot_have_is_refused(tmp_path, template, messag
     with pytest.raises(ValueError, match="expected") as error:
         tokenizer.chat(messages)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("text", [5, None, b"Hi", "\udcff"])
+def test_what_is_no_text_is_refused(tmp_path, text):
+    tokenizer = Tokenizer(changed_copy(tmp_path))
+    with pytest.raises(ValueError, match="text: expected Unicode text, got") as error:
+        tokenizer.encode(text)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("template", [5, {"default": "x"}, [{"name": "default", "template": 5}]])
