@@ -142,10 +142,10 @@ def paged_attention(
         active_slots: int32 [num_active], the slot of each row; on q's device.
         layer: which layer's row of the table.
         out: [num_active, num_q_heads, head_dim], q's dtype, dense like q; may be q itself, the
-            seed's in-place form. Allocated if None.
+            article's in-place form. Allocated if None.
         scale: factor of the scores, 1 / sqrt(head_dim) by default.
         backend: "triton", "torch", or "auto": triton on a CUDA device, torch elsewhere.
-        kernel: which Triton kernel, "by_token" (the seed's), "by_block" or "split_kv";
+        kernel: which Triton kernel, "by_token" (tiny-vllm's), "by_block" or "split_kv";
             "auto" is split_kv, the fastest.
         plan: attention_plan of this step, shared by all layers; made here if None.
 
@@ -157,7 +157,7 @@ def paged_attention(
         ValueError: shape, dtype, device, stride, layer or overlap do not fit; on a CPU also
             values (see check_batch).
 
-    Source: Kwon et al. 2023 (PagedAttention); the seed article's kernel.
+    Source: Kwon et al. 2023 (PagedAttention); the tiny-vllm article's kernel.
 
     >>> layout = KVLayout(block_size=4, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     >>> cache, table = PagedKVCache(layout, num_blocks=8), BlockTable(2, 1, 3)

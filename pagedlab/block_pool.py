@@ -30,8 +30,8 @@ class BlockPool:
     Raises:
         ValueError: num_blocks is not a positive integer.
 
-    Source: the seed article, section on the life of a block. The seed pops without asking whether a
-    block is left; this pool refuses, and a refused call changes nothing.
+    Source: the tiny-vllm article, section on the life of a block. Its engine pops without
+    asking whether a block is left; this pool refuses, and a refused call changes nothing.
 
     >>> pool = BlockPool(4)
     >>> pool.allocate(2)

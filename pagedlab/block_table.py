@@ -25,14 +25,14 @@ class BlockTable:
         max_blocks_per_seq: logical blocks per row.
         device: where `device` lives.
         sync: how `sync()` brings changes to the device: "per_layer" copies the whole table at every
-            layer (the seed), "per_step" copies it once a step, "changed_entries" sends only the
+            layer (tiny-vllm), "per_step" copies it once a step, "changed_entries" sends only the
             entries that changed.
         shared: whether `device` is `host`'s memory; by default on a CPU only.
 
     Raises:
         ValueError: a size below 1, an unknown policy, shared memory on a GPU.
 
-    Source: the seed article, section on the block table, and its open question of what copies cost.
+    Source: the tiny-vllm article, section on the block table, and its question of what copies cost.
 
     >>> table = BlockTable(num_slots=2, num_layers=3, max_blocks_per_seq=4)
     >>> table.assign(slot=1, layer=0, logical_block=2, physical_block=7)

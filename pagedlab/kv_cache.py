@@ -51,7 +51,7 @@ class PagedKVCache:
     Raises:
         ValueError: num_blocks is not a positive integer.
 
-    Source: the seed article, section on what one block holds.
+    Source: the tiny-vllm article, section on what one block holds.
 
     >>> layout = KVLayout(block_size=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
     >>> cache = PagedKVCache(layout, num_blocks=3)

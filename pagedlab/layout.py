@@ -62,7 +62,7 @@ class KVLayout:
     Raises:
         ValueError: a size or dtype outside those limits.
 
-    Source: the seed article, section on what one block holds; Kwon et al. 2023 (PagedAttention).
+    Source: the tiny-vllm article, section on what one block holds; Kwon et al. 2023.
 
     >>> layout = KVLayout(block_size=16, num_kv_heads=8, head_dim=64, dtype=torch.bfloat16)
     >>> layout.kv_dim, layout.v_offset, layout.block_bytes
@@ -94,7 +94,7 @@ class KVLayout:
 
     @cached_property
     def kv_dim(self) -> int:
-        """Elements of one token's K (or V): all heads side by side."""
+        """Elements of one token's K (or V), all heads side by side."""
         return self.num_kv_heads * self.head_dim
 
     @cached_property
@@ -104,7 +104,7 @@ class KVLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of one block: its K section and its V section."""
+        """Bytes of one block, its K section and its V section."""
         return 2 * self.v_offset
 
     def num_blocks(self, cache_bytes: int) -> int:
@@ -167,7 +167,7 @@ class ModelLayout(KVLayout):
 
     @cached_property
     def table_entries(self) -> int:
-        """Entries of the block table: slots x layers x logical blocks."""
+        """Entries of the block table, slots x layers x logical blocks."""
         return self.num_slots * self.num_layers * self.max_blocks_per_seq
 
 

@@ -78,7 +78,7 @@ def online_softmax(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     Returns:
         float32 [head_dim]; zeros when there are no tokens.
 
-    Source: Milakov and Gimelshein 2018; the seed article, section on online softmax.
+    Source: Milakov and Gimelshein 2018; the tiny-vllm article, section on online softmax.
 
     >>> online_softmax(torch.tensor([0.0, 1000.0]), torch.tensor([[1.0], [2.0]]))
     tensor([2.])
@@ -95,7 +95,7 @@ def online_softmax(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def tree_reduction(partial: torch.Tensor) -> list[torch.Tensor]:
-    """Every level of the seed's reduction: lanes 16, 8, 4, 2, 1 apart, then across the warps.
+    """Every level of the article's reduction: lanes 16, 8, 4, 2, 1 apart, then across the warps.
 
     Args:
         partial: float32 [head_dim], a power of two; one product q[lane] * k[lane] per lane.
@@ -104,7 +104,7 @@ def tree_reduction(partial: torch.Tensor) -> list[torch.Tensor]:
         the values of the lanes that still count after each level, [num_warps, lanes], and last a
         scalar: the score before scaling.
 
-    Source: the seed article, section on one score; Harris, Optimizing Parallel Reduction in CUDA.
+    Source: the tiny-vllm article, section on one score; Harris 2007, parallel reduction.
 
     >>> [tuple(level.shape) for level in tree_reduction(torch.ones(64))]
     [(2, 32), (2, 16), (2, 8), (2, 4), (2, 2), (2, 1), ()]

@@ -78,7 +78,8 @@ def slot_cases(rng: random.Random) -> Iterator[tuple]:
     yield ([None, (0, 1)],)
     yield ([(2, 17), None, (1, 16)],)
     for _ in range(24):
-        slots = [(request_id, rng.choice([1, 15, 16, 17, 40])) for request_id in range(5)]
+        lengths = [rng.choice([1, 15, 16, 17, 40]) for _ in range(5)]
+        slots: list[tuple[int, int] | None] = [*enumerate(lengths)]
         slots[rng.randrange(4)] = None
         rng.shuffle(slots)
         yield (slots,)
