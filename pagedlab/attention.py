@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -306,37 +307,54 @@ def _torch_attention(
     scale: float,
     plan: AttentionPlan,
 ) -> None:
-    """Gather the blocks of all rows, then torch's attention row by row; float32 inside."""
+    """Gather every row's tokens, padded to the longest row, for torch; float32 inside."""
     layout = cache.layout
     capacity = table.max_blocks_per_seq * layout.block_size
     lengths = plan.seq_lens if plan.seq_lens is not None else seq_lens.tolist()
     slots = plan.active_slots if plan.active_slots is not None else active_slots.tolist()
-    alive = []  # row, tokens, physical blocks
+    alive = []
     for row, (seq_len, slot) in enumerate(zip(lengths, slots, strict=True)):
         valid = 0 <= slot < table.num_slots and 0 <= seq_len <= capacity
-        if valid and seq_len > 0:
+        if valid and seq_len > 0 and plan.seq_lens is None:  # not checked yet
             blocks = table.host[slot, layer, : layout.num_logical_blocks(seq_len)]
-            if plan.seq_lens is None:  # not checked yet
-                valid = bool(((blocks >= 0) & (blocks < cache.num_blocks)).all())
-        if not valid:
-            out[row] = math.nan
-        elif seq_len == 0:
-            out[row] = 0
+            valid = bool(((blocks >= 0) & (blocks < cache.num_blocks)).all())
+        if valid and seq_len > 0:
+            alive.append(row)
         else:
-            alive.append((row, seq_len, blocks))
+            out[row] = 0 if valid else math.nan
     if not alive:
         return
-    k_rows = 2 * np.concatenate([blocks for _, _, blocks in alive]).astype(np.int64)
-    both = torch.from_numpy(np.concatenate((k_rows, k_rows + 1))).to(q.device)
-    # [2 (K, V), 1, num_kv_heads, tokens of all rows, head_dim]
-    gathered = cache.rows.index_select(0, both).view(2, 1, -1, *cache.blocks.shape[3:])
-    gathered = gathered.float().transpose(2, 3)
+    whole = len(alive) == len(lengths)
+    alive_lengths = tuple(lengths[row] for row in alive)
+    logical_blocks, tokens, seen = _positions(alive_lengths, layout.block_size)
+    blocks = table.host[[[slots[row]] for row in alive], layer, logical_blocks]
+    k_rows = 2 * layout.block_size * blocks.astype(np.int64) + tokens
+    both = torch.from_numpy(np.stack((k_rows, k_rows + layout.block_size))).to(q.device)
+    # [2 (K, V), rows, num_kv_heads, tokens, head_dim]
+    gathered = cache.tokens.index_select(0, both.flatten()).float()
+    k, v = gathered.view(*both.shape, -1, layout.head_dim).transpose(2, 3)
     # the q heads that share a kv head are queries over the same keys
     group_size = q.shape[1] // layout.num_kv_heads
-    grouped_q = q.float().view(-1, 1, layout.num_kv_heads, group_size, layout.head_dim)
-    start = 0
-    for row, seq_len, blocks in alive:
-        k, v = gathered.narrow(3, start, seq_len).unbind()
-        result = scaled_dot_product_attention(grouped_q[row], k, v, scale=scale)
-        out[row] = result.reshape(q.shape[1:])  # not contiguous on every device
-        start += len(blocks) * layout.block_size
+    grouped_q = (q if whole else q[alive]).float().unflatten(1, (-1, group_size))
+    mask = None if seen is None else seen.to(q.device)
+    result = scaled_dot_product_attention(grouped_q, k, v, mask, scale=scale)
+    result = result.reshape(-1, *q.shape[1:]).to(q.dtype)  # not contiguous on every device
+    out[slice(None) if whole else alive] = result
+
+
+@lru_cache(maxsize=8)
+def _positions(
+    lengths: tuple[int, ...], block_size: int
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor | None]:
+    """Where each row's tokens are, every row as long as the longest; a step's layers share it.
+
+    Returns:
+        logical block and token in block, [rows, longest], beyond a row's end those of its last
+        token; and which of them count, [rows, 1, 1, longest], None if all do.
+    """
+    last = np.array(lengths)[:, None] - 1
+    positions = np.arange(max(lengths))
+    padded = min(lengths) < max(lengths)
+    seen = torch.from_numpy(positions <= last)[:, None, None] if padded else None
+    logical_blocks, tokens = np.divmod(np.minimum(positions, last), block_size)
+    return logical_blocks, tokens, seen

@@ -39,7 +39,7 @@ class Engine:
     one does its work again.
 
     Args:
-        model: a Llama, or anything with its config, device, kv_layout, prefill and decode.
+        model: a Llama, or anything with its config, device, kv_layout, prefill_batch and decode.
         num_slots: requests that run at the same time; the table's if one is given.
         num_blocks: physical blocks; by default the cache's, the pool's, or what full slots need,
             but at most 2 GiB.
@@ -228,9 +228,10 @@ class Engine:
             lengths, slots = zip(*((r.num_tokens, r.slot) for r in decoding), strict=True)
             rows = torch.tensor([lengths, slots], dtype=torch.int32, device=model.device)
             logits += model.decode(last, cache, table, *rows, attention=self.attention)
-        for request in running[len(decoding) :]:  # the youngest: admitted since the last step
-            ids = request.prompt + request.tokens
-            logits.append(model.prefill(ids, cache, table, request.slot))
+        if admitted := running[len(decoding) :]:  # the youngest
+            prompts = [request.prompt + request.tokens for request in admitted]
+            new_slots = [request.slot for request in admitted]
+            logits += model.prefill_batch(prompts, cache, table, new_slots)
         return torch.stack(logits)
 
     def _finish_reason(self, request: Request, token: int) -> str | None:

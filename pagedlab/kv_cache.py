@@ -79,6 +79,7 @@ class PagedKVCache:
             self.num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim
         )
         self.rows = self.buffer.view(2 * self.num_blocks, -1)  # one row per K or V section
+        self.tokens = self.buffer.view(-1, layout.kv_dim)  # one row per token's K or V
 
     def k_view(self) -> torch.Tensor:
         """K of every block, a view [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -175,16 +176,21 @@ class PagedKVCache:
                 active_slots=active_slots,
             )
             return
-        places = []
+        block_size = self.layout.block_size
+        alive, k_rows = [], []  # rows of the batch, and where in `tokens` their K goes
         rows = zip(seq_lens.tolist(), active_slots.tolist(), strict=True)
         for row, (seq_len, slot) in enumerate(rows):
             position = seq_len - 1 if seq_len else 0
             for block in self._blocks(table, slot, layer, position, seq_len):
-                places.append((row, block, position % self.layout.block_size))
-        k, v = k.detach(), v.detach()
-        for row, block, token_in_block in places:
-            self.blocks[block, 0, token_in_block] = k[row]
-            self.blocks[block, 1, token_in_block] = v[row]
+                alive.append(row)
+                k_rows.append(2 * block * block_size + position % block_size)
+        if not alive:
+            return
+        if len(alive) < k.shape[0]:
+            k, v = k[alive], v[alive]
+        places = torch.tensor([k_rows, [row + block_size for row in k_rows]]).to(k.device)
+        both = torch.cat((k.detach(), v.detach())).flatten(1)  # [2 * num_tokens, kv_dim]
+        self.tokens.index_copy_(0, places.flatten(), both)
 
     def gather(
         self, table: BlockTable, slot: int, layer: int, num_tokens: int

@@ -150,26 +150,55 @@ class Llama:
             ValueError: no ids, an id outside the vocabulary, a position beyond max_seq_len, or
                 a missing block.
         """
-        tokens = self._token_ids(ids)
-        end, room = start + len(tokens), self.config.max_seq_len - start
-        fits = 1 <= len(tokens) <= room
-        expect(fits, "ids", f"1 to {room} tokens at position {start}", len(tokens))
-        mask = None  # from position 0 on, is_causal says it; later chunks also see what is before
-        if start > 0:
-            mask = torch.ones(len(tokens), end, dtype=torch.bool, device=self.device).tril(start)
+        return self.prefill_batch([ids], cache, table, [slot], starts=[start])[0]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    @torch.no_grad()
+    def prefill_batch(
+        self,
+        prompts: Sequence[Sequence[int] | Tensor],
+        cache: PagedKVCache,
+        table: BlockTable,
+        slots: Sequence[int],
+        *,
+        starts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Run several prompts, each in its slot, side by side; otherwise as `prefill`.
+
+        Returns:
+            float32 [num_prompts, vocab_size], the logits after each prompt's last token.
+        """
+        starts = [0] * len(prompts) if starts is None else starts
+        chunks = [self._token_ids(ids) for ids in prompts]
+        positions, masks = [], []
+        for tokens, start in zip(chunks, starts, strict=True):
+            room, end = self.config.max_seq_len - start, start + len(tokens)
+            fits = 1 <= len(tokens) <= room
+            expect(fits, "ids", f"1 to {room} tokens at position {start}", len(tokens))
+            positions.append(torch.arange(start, end, device=self.device))
+            mask = None  # from position 0 on, is_causal says it
+            if start > 0:  # later chunks also see what is before
+                mask = torch.ones(len(tokens), end, dtype=torch.bool).tril(start).to(self.device)
+            masks.append(mask)
+        lengths = [len(tokens) for tokens in chunks]
+
+        def attend(layer: int, *heads: Tensor) -> Tensor:
+            parts = zip(*(x.split(lengths) for x in heads), slots, starts, masks, strict=True)
+            return torch.cat([attend_one(layer, *part) for part in parts])
+
+        def attend_one(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, slot: int, start: int, mask: Tensor | None
+        ) -> Tensor:
             cache.write(k, v, table, slot, layer, start)
             if start > 0:
-                k, v = cache.gather(table, slot, layer, end)
+                k, v = cache.gather(table, slot, layer, start + len(q))
             # scaled_dot_product_attention takes [batch, heads, num_tokens, head_dim]
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             whole = mask is None
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=True)
             return out[0].transpose(0, 1)
 
-        x = self._decoder(tokens, torch.arange(start, end, device=self.device), attend)
-        return self._logits(x[-1])
+        x = self._decoder(torch.cat(chunks), torch.cat(positions), attend)
+        return self._logits(x[torch.tensor(lengths).cumsum(0) - 1])
 
     @torch.no_grad()
     def decode(

@@ -60,6 +60,10 @@ class FakeModel:
             cache.write(k, v, table, slot, layer, start)
         return self._read(cache, table, slot, start + len(ids))
 
+    def prefill_batch(self, prompts, cache, table, slots):
+        rows = zip(prompts, slots, strict=True)
+        return torch.stack([self.prefill(ids, cache, table, slot) for ids, slot in rows])
+
     def decode(self, token_ids, cache, table, seq_lens, active_slots, *, attention=paged_attention):
         for layer in range(NUM_LAYERS):
             k, v = self._rows(token_ids, seq_lens - 1, layer)

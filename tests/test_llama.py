@@ -262,3 +262,15 @@ def test_the_demo_model_answers():
         length = int32(len(ids) + len(answer))
         logits = model.decode(answer[-1:], cache, table, length, int32(0))[0]
     assert tokenizer.decode(answer) == "The capital of France is Paris."
+
+
+def test_prompts_side_by_side_get_the_logits_they_get_alone():
+    model = Llama.random(SMALL, seed=3)
+    prompts = [random_ids(SMALL.vocab_size, length, seed=length) for length in (9, 1, 17)]
+    together, table = paged(model, num_slots=3)
+    alone, _ = paged(model, num_slots=3)
+    logits = model.prefill_batch(prompts, together, table, [2, 0, 1])
+    assert logits.shape == (3, SMALL.vocab_size)
+    for row, (ids, slot) in enumerate(zip(prompts, [2, 0, 1], strict=True)):
+        torch.testing.assert_close(logits[row], model.prefill(ids, alone, table, slot))
+    torch.testing.assert_close(together.buffer, alone.buffer, equal_nan=True)

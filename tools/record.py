@@ -40,9 +40,9 @@ class LogitsKept:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def prefill(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        logits = self._model.prefill(*args, **kwargs)
-        self.rows.append(logits)
+    def prefill_batch(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = self._model.prefill_batch(*args, **kwargs)
+        self.rows.extend(logits)
         return logits
 
     def decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
