@@ -49,7 +49,7 @@ function DecodeExplorer(ui) {
     for (const [request, sequence] of replay.sequences) {
       if (requests.has(request)) continue;
       const head = node("div", { class: "pl-text-head" }, tag(sequence), " ", node("span", { class: "pl-soft" }));
-      const body = node("div", { class: "pl-text-body" });
+      const body = node("div", { class: "pl-text-body", tabindex: 0, role: "group", "aria-label": "text" });
       const card = node("div", { class: `pl-text pl-seq-${sequence % NUM_COLOURS}` }, head, body);
       text.append(card);
       const entry = { card, state: head.lastChild, body, tokens: [], prompt: 0, known: 0 };
