@@ -55,6 +55,21 @@ CELLS = (
     "calculator.controls['kv_head'].value = 5",
     CHART,
 )
+OWN_KERNEL = (
+    "import pagedlab, torch, triton, triton.language as tl",
+    """
+@triton.jit
+def double(x_ptr, out_ptr):
+    lane = tl.arange(0, 16)
+    x = tl.load(x_ptr + lane)
+    y = x * 2
+    tl.store(out_ptr + lane, y)
+""",
+    """
+trace = pagedlab.step(double, (1,), torch.arange(16.0), torch.empty(16))
+pagedlab.KernelStepper(trace)
+""",
+)
 SHOWN = (
     f"{ENGINE}\npagedlab.DecodeExplorer(engine).run()",
     "pagedlab.AddressCalculator(pagedlab.LLAMA_3_2_1B)",
@@ -202,6 +217,25 @@ def execute(colab: Path, monkeypatch: pytest.MonkeyPatch):
         return book
 
     return run
+
+
+def test_the_readers_own_kernel_is_stepped_in_jupyterlab(lab: tuple[str, Path], page: Page) -> None:
+    address, folder = lab
+    nbformat.write(notebook(*OWN_KERNEL), folder / "own.ipynb")
+    page.set_viewport_size({"width": 1280, "height": 2000})
+    page.goto(f"{address}/lab/tree/own.ipynb")
+    cells = page.locator(".jp-CodeCell")
+    expect(cells).to_have_count(len(OWN_KERNEL), timeout=60_000)
+    expect(page.get_by_text("| Idle")).to_be_visible(timeout=60_000)
+    for index in range(len(OWN_KERNEL)):
+        cells.nth(index).locator(".cm-content").click()
+        page.keyboard.press("ControlOrMeta+Enter")
+    stepper = cells.nth(len(OWN_KERNEL) - 1).locator(".pagedlab")
+    expect(stepper).to_be_visible(timeout=60_000)
+    expect(stepper).to_contain_text("lane = tl.arange(0, 16)")
+    enter(stepper, "step", 2)
+    expect(stepper).to_contain_text("step 3 of 4")
+    expect(stepper.get_by_label("variables")).to_contain_text("y[16] 0, 2, 4")
 
 
 def test_widgets_made_with_colabs_versions_work(
