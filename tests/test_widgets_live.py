@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
@@ -18,7 +18,7 @@ import pytest
 from book_build import ROOT
 from conftest import serve
 from nbclient import NotebookClient
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 from widget_pages import enter, numbers, panel, prepare, value, write_executed
 
 from pagedlab import LLAMA_3_2_1B, Engine
@@ -128,22 +128,37 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
         server.wait(30)
 
 
-def test_widgets_in_jupyterlab_follow_kernel_and_reader(lab: tuple[str, Path], page: Page) -> None:
+@pytest.fixture
+def open_in_lab(lab: tuple[str, Path], page: Page) -> Callable[..., Locator]:
+    """Open a notebook of these cells, in a JupyterLab workspace of its own; returns the cells."""
     address, folder = lab
-    nbformat.write(notebook(*CELLS), folder / "live.ipynb")
-    page.set_viewport_size({"width": 1280, "height": 2600})
-    page.goto(f"{address}/lab/tree/live.ipynb")
-    cells = page.locator(".jp-CodeCell")
-    expect(cells).to_have_count(len(CELLS), timeout=60_000)
 
-    expect(page.get_by_text("| Idle")).to_be_visible(timeout=60_000)
+    def open_cells(*texts: str) -> Locator:
+        name = f"notebook{len(list(folder.glob('*.ipynb')))}"
+        nbformat.write(notebook(*texts), folder / f"{name}.ipynb")
+        page.set_viewport_size({"width": 1280, "height": 2600})
+        page.goto(f"{address}/lab/workspaces/{name}/tree/{name}.ipynb")
+        cells = page.locator(".jp-CodeCell")
+        expect(cells).to_have_count(len(texts), timeout=60_000)
+        expect(page.get_by_text("| Idle")).to_be_visible(timeout=60_000)
+        return cells
 
-    def run_cell(index: int) -> None:
-        cells.nth(index).locator(".cm-content").click()
-        page.keyboard.press("ControlOrMeta+Enter")
+    return open_cells
 
-    run_cell(0)
-    explorer = cells.nth(0).locator(".pagedlab")
+
+def run_cell(cell: Locator) -> Locator:
+    """Run a cell with the keyboard; returns the widget it shows, or will."""
+    cell.locator(".cm-content").click()
+    cell.page.keyboard.press("ControlOrMeta+Enter")
+    return cell.locator(".pagedlab")
+
+
+def test_widgets_in_jupyterlab_follow_kernel_and_reader(
+    open_in_lab: Callable[..., Locator], page: Page
+) -> None:
+    cells = open_in_lab(*CELLS)
+
+    explorer = run_cell(cells.nth(0))
     button = explorer.get_by_role("button", name="Next token")
     expect(button).to_be_visible(timeout=60_000)
     names: dict = {}
@@ -164,14 +179,13 @@ def test_widgets_in_jupyterlab_follow_kernel_and_reader(lab: tuple[str, Path], p
     enter(explorer, "step", 2)
     expect(explorer.locator(".pl-caption")).to_contain_text("Step 2.")
 
-    run_cell(1)
-    calculator = cells.nth(1).locator(".pagedlab")
+    calculator = run_cell(cells.nth(1))
     lane = random.randrange(64)
     enter(calculator, "lane", lane)
     byte = LLAMA_3_2_1B.k_address(3, 1, 0, lane)
     expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {byte:,}")
     for _ in range(10):  # what the reader did reaches the kernel in messages of its own
-        run_cell(2)
+        run_cell(cells.nth(2))
         page.wait_for_timeout(500)
         if (
             cells.nth(2).locator(".jp-OutputArea-output").inner_text().strip()
@@ -180,7 +194,7 @@ def test_widgets_in_jupyterlab_follow_kernel_and_reader(lab: tuple[str, Path], p
             break
     else:
         pytest.fail("the kernel does not see the reader's lane and byte")
-    run_cell(3)
+    run_cell(cells.nth(3))
     moved = LLAMA_3_2_1B.k_address(3, 1, 5, lane)
     expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {moved:,}")
     handle = calculator.locator(".noUi-handle").last
@@ -190,8 +204,21 @@ def test_widgets_in_jupyterlab_follow_kernel_and_reader(lab: tuple[str, Path], p
     other = LLAMA_3_2_1B.k_address(3, 1, 5, lane - 1 if lane else 1)
     expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {other:,}")
 
-    run_cell(4)
+    run_cell(cells.nth(4))
     expect(cells.nth(4).locator(".js-plotly-plot .bars")).to_be_visible(timeout=20_000)
+
+
+def test_the_readers_own_kernel_is_stepped_in_jupyterlab(
+    open_in_lab: Callable[..., Locator],
+) -> None:
+    cells = open_in_lab(*OWN_KERNEL)
+    for cell in cells.all():
+        stepper = run_cell(cell)
+    expect(stepper).to_be_visible(timeout=60_000)
+    expect(stepper).to_contain_text("lane = tl.arange(0, 16)")
+    enter(stepper, "step", 2)
+    expect(stepper).to_contain_text("step 3 of 4")
+    expect(stepper.get_by_label("variables")).to_contain_text("y[16] 0, 2, 4")
 
 
 @pytest.fixture(scope="module")
@@ -217,25 +244,6 @@ def execute(colab: Path, monkeypatch: pytest.MonkeyPatch):
         return book
 
     return run
-
-
-def test_the_readers_own_kernel_is_stepped_in_jupyterlab(lab: tuple[str, Path], page: Page) -> None:
-    address, folder = lab
-    nbformat.write(notebook(*OWN_KERNEL), folder / "own.ipynb")
-    page.set_viewport_size({"width": 1280, "height": 2000})
-    page.goto(f"{address}/lab/tree/own.ipynb")
-    cells = page.locator(".jp-CodeCell")
-    expect(cells).to_have_count(len(OWN_KERNEL), timeout=60_000)
-    expect(page.get_by_text("| Idle")).to_be_visible(timeout=60_000)
-    for index in range(len(OWN_KERNEL)):
-        cells.nth(index).locator(".cm-content").click()
-        page.keyboard.press("ControlOrMeta+Enter")
-    stepper = cells.nth(len(OWN_KERNEL) - 1).locator(".pagedlab")
-    expect(stepper).to_be_visible(timeout=60_000)
-    expect(stepper).to_contain_text("lane = tl.arange(0, 16)")
-    enter(stepper, "step", 2)
-    expect(stepper).to_contain_text("step 3 of 4")
-    expect(stepper.get_by_label("variables")).to_contain_text("y[16] 0, 2, 4")
 
 
 def test_widgets_made_with_colabs_versions_work(
