@@ -13,8 +13,18 @@ import torch
 from axe_playwright_python.sync_playwright import Axe
 from conftest import serve
 from fake_model import FakeModel
-from playwright.sync_api import Locator, Page, expect
-from widget_pages import enter, numbers, panel, prepare, value, write_charts, write_page
+from playwright.sync_api import Page, expect
+from widget_pages import (
+    enter,
+    numbers,
+    panel,
+    prepare,
+    shown_stack,
+    shown_table,
+    value,
+    write_charts,
+    write_page,
+)
 
 from pagedlab import (
     LLAMA_3_2_1B,
@@ -261,17 +271,6 @@ def test_blocks_beyond_four_gibibytes_are_right(page: Page, pages: str) -> None:
             f"physical_block {block:,}, V, token_in_block 1, kv_head 0, lane 7 (byte 1 of 2)"
         )
         widget.get_by_role("button", name="K", exact=True).click()
-
-
-def shown_table(widget: Locator) -> dict[tuple[int, int], int]:
-    cells = widget.locator(".pl-table .pl-cell").evaluate_all(
-        "all => all.map(it => [it.dataset.slot, it.dataset.logical, it.lastChild.textContent])"
-    )
-    return {(int(a), int(b)): int(c.replace("−", "-")) for a, b, c in cells}
-
-
-def shown_stack(widget: Locator) -> list[int]:
-    return [int(text) for text in widget.locator(".pl-stack b").all_inner_texts()]
 
 
 def test_block_table_view_shows_table_pool_and_free_list(

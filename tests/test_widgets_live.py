@@ -17,9 +17,20 @@ import nbformat
 import pytest
 from book_build import ROOT
 from conftest import serve
+from filelock import FileLock
 from nbclient import NotebookClient
 from playwright.sync_api import Locator, Page, expect
-from widget_pages import enter, numbers, panel, prepare, value, write_executed
+from widget_pages import (
+    STATE_TYPE,
+    enter,
+    numbers,
+    panel,
+    prepare,
+    shown_stack,
+    shown_table,
+    value,
+    write_executed,
+)
 
 from pagedlab import LLAMA_3_2_1B, Engine
 
@@ -30,6 +41,7 @@ COLAB = (  # what a Colab runtime had in August 2026, and what only ipywidgets 7
     "plotly==5.24.1",
     "anywidget==0.9.21",
     "numpy==2.1.3",
+    "triton==3.6.0",
     "widgetsnbextension==3.6.10",
     "jupyterlab_widgets==1.1.11",
     "ipython_genutils==0.2.0",
@@ -55,6 +67,15 @@ CELLS = (
     "calculator.controls['kv_head'].value = 5",
     CHART,
 )
+BLOCKS = (
+    f"{ENGINE}\nfor _ in range(4):\n    engine.step()",
+    "table = pagedlab.BlockTableView(engine.table, engine.pool)\ntable",
+    "table.view.slot, table.view.layer, table.view.logical_block",
+    "table.view.layer = 0",
+    "engine.run()\ntimeline = pagedlab.RecyclingTimeline(engine.events, 24)\ntimeline",
+    "timeline.view.step, timeline.view.layer",
+    "timeline.controls['step'].value = 2",
+)
 OWN_KERNEL = (
     "import pagedlab, torch, triton, triton.language as tl",
     """
@@ -76,14 +97,12 @@ SHOWN = (
     "pagedlab.BlockTableView(engine.table, engine.pool)",
     "pagedlab.RecyclingTimeline(engine.events, 24)",
     CHART,
-    "import anywidget, ipywidgets, numpy, plotly\n"
-    "*(it.__version__ for it in (anywidget, ipywidgets, numpy, plotly)),",
 )
-CHAPTERS = [
-    path
-    for path in sorted((ROOT / "book").glob("[0-9]*.ipynb"))
-    if "AddressCalculator(" in path.read_text() or "BlockTableView(" in path.read_text()
-]
+VERSIONS = """
+import anywidget, ipywidgets, numpy, plotly, triton
+[f"{it.__name__}=={it.__version__}" for it in (ipywidgets, plotly, anywidget, numpy, triton)]
+"""
+CHAPTERS = sorted((ROOT / "book").glob("[0-9][0-9]_*.ipynb"))
 
 
 def notebook(*cells: str) -> nbformat.NotebookNode:
@@ -153,6 +172,18 @@ def run_cell(cell: Locator) -> Locator:
     return cell.locator(".pagedlab")
 
 
+def await_result(cell: Locator, text: str) -> None:
+    """Run a cell until it shows this: what a reader does reaches the kernel by messages."""
+    shown = ""
+    for _ in range(10):
+        run_cell(cell)
+        cell.page.wait_for_timeout(500)
+        shown = cell.locator(".jp-OutputArea-output").inner_text().strip()
+        if shown == text:
+            return
+    pytest.fail(f"the kernel does not see what the reader did: expected {text}, got {shown}")
+
+
 def test_widgets_in_jupyterlab_follow_kernel_and_reader(
     open_in_lab: Callable[..., Locator], page: Page
 ) -> None:
@@ -184,16 +215,7 @@ def test_widgets_in_jupyterlab_follow_kernel_and_reader(
     enter(calculator, "lane", lane)
     byte = LLAMA_3_2_1B.k_address(3, 1, 0, lane)
     expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {byte:,}")
-    for _ in range(10):  # what the reader did reaches the kernel in messages of its own
-        run_cell(cells.nth(2))
-        page.wait_for_timeout(500)
-        if (
-            cells.nth(2).locator(".jp-OutputArea-output").inner_text().strip()
-            == f"({lane}, {byte})"
-        ):
-            break
-    else:
-        pytest.fail("the kernel does not see the reader's lane and byte")
+    await_result(cells.nth(2), f"({lane}, {byte})")
     run_cell(cells.nth(3))
     moved = LLAMA_3_2_1B.k_address(3, 1, 5, lane)
     expect(calculator.locator('[data-value="byte"]')).to_have_text(f"K byte {moved:,}")
@@ -206,6 +228,78 @@ def test_widgets_in_jupyterlab_follow_kernel_and_reader(
 
     run_cell(cells.nth(4))
     expect(cells.nth(4).locator(".js-plotly-plot .bars")).to_be_visible(timeout=20_000)
+
+
+def test_block_table_and_timeline_in_jupyterlab_follow_kernel_and_reader(
+    open_in_lab: Callable[..., Locator], page: Page
+) -> None:
+    cells = open_in_lab(*BLOCKS)
+    names: dict = {}
+    exec(ENGINE, names)
+    engine: Engine = names["engine"]
+    for _ in range(4):
+        engine.step()
+
+    run_cell(cells.nth(0))
+    table = run_cell(cells.nth(1))
+    caption = table.locator(".pl-caption")
+    expect(caption).to_contain_text("block_table[0, 0, 0]", timeout=60_000)
+    enter(table, "layer", 1)
+    expect(caption).to_contain_text("block_table[0, 1, 0]")
+    shown = shown_table(table)
+    assert {block for block in shown.values() if block >= 0} == {
+        block for block in engine.table.host[:, 1].flat if block >= 0
+    }
+    for (slot, logical_block), block in shown.items():
+        assert block == engine.table.lookup(slot, 1, logical_block)
+    assert shown_stack(table) == engine.pool.free_blocks[::-1][:8]
+    slot = random.randrange(2)
+    block = engine.table.lookup(slot, 1, 1)
+    table.get_by_role("button", name=f"slot {slot}, layer 1, logical block 1:").click()
+    expect(caption).to_contain_text(f"It holds physical block {block}.")
+    expect(table.locator(".pl-pool .pl-here small")).to_have_text(str(block))
+    page.keyboard.press("ArrowLeft")
+    block = engine.table.lookup(slot, 1, 0)
+    expect(table.locator(".pl-pool .pl-lit small")).to_have_text(str(block))
+    page.keyboard.press("Enter")
+    expect(caption).to_contain_text(f"It holds physical block {block}.")
+    await_result(cells.nth(2), f"({slot}, 1, 0)")
+    run_cell(cells.nth(3))
+    expect(caption).to_contain_text(f"block_table[{slot}, 0, 0]")
+    block = engine.table.lookup(slot, 0, 0)
+    expect(caption).to_contain_text(f"It holds physical block {block}.")
+
+    free, owned = {4: [*engine.pool.free_blocks]}, {4: engine.table.host.copy()}
+    while engine.scheduler.queue or engine.scheduler.running:
+        engine.step()
+        step = engine.scheduler.step
+        free[step], owned[step] = [*engine.pool.free_blocks], engine.table.host.copy()
+    timeline = run_cell(cells.nth(4))
+    caption = timeline.locator(".pl-caption")
+    expect(caption).to_be_visible(timeout=60_000)
+
+    def compare(step: int) -> None:
+        expect(caption).to_contain_text(f"Step {step}.")
+        assert shown_stack(timeline) == free[step][::-1][:8]
+        blocks = timeline.locator(".pl-pool .pl-own small").all_inner_texts()
+        assert sorted(map(int, blocks)) == sorted(owned[step][owned[step] >= 0].tolist())
+
+    last = max(free)
+    chosen = random.randrange(5, last)
+    enter(timeline, "step", chosen)
+    compare(chosen)
+    timeline.locator(".pl-view").press("ArrowRight")
+    compare(chosen + 1)
+    enter(timeline, "layer", 1)
+    await_result(cells.nth(5), f"({chosen + 1}, 1)")
+    timeline.locator(".pl-view").press("End")
+    compare(last)
+    timeline.locator(".pl-view").press("Home")
+    timeline.locator(".widget-play button").first.click()
+    expect(caption).to_contain_text("Step 5.", timeout=20_000)
+    timeline.locator(".widget-play button").first.click()
+    run_cell(cells.nth(6))
+    expect(caption).to_contain_text("Step 2.")
 
 
 def test_the_readers_own_kernel_is_stepped_in_jupyterlab(
@@ -226,11 +320,13 @@ def colab() -> Path:
     """A folder that, first on the path, stands in for Colab's versions; made once per checkout."""
     folder = ROOT / "build" / "colab"
     made = folder / "made"
-    if not made.exists() or made.read_text() != str(COLAB):
-        shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*command, f"--target={folder}", *COLAB], check=True)
-        made.write_text(str(COLAB))
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not made.exists() or made.read_text() != str(COLAB):
+            shutil.rmtree(folder, ignore_errors=True)
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+            subprocess.run([*command, f"--target={folder}", *COLAB], check=True)
+            made.write_text(str(COLAB))
     return folder
 
 
@@ -240,7 +336,10 @@ def execute(colab: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(colab), str(ROOT))))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         options = {"timeout": 300, "kernel_name": "python3", "store_widget_state": True}
+        book.cells.append(nbformat.v4.new_code_cell(VERSIONS))
         NotebookClient(book, resources={"metadata": {"path": str(folder)}}, **options).execute()
+        versions = book.cells.pop().outputs[0].data["text/plain"]
+        assert eval(versions) == [*COLAB[:5]]
         return book
 
     return run
@@ -250,14 +349,7 @@ def test_widgets_made_with_colabs_versions_work(
     execute, colab: Path, page: Page, tmp_path: Path
 ) -> None:
     book = execute(notebook(*SHOWN), tmp_path)
-    versions = book.cells[-1].outputs[0].data["text/plain"]
-    assert [
-        f"{name}=={it}"
-        for name, it in zip(
-            ("anywidget", "ipywidgets", "numpy", "plotly"), eval(versions), strict=True
-        )
-    ] == sorted(COLAB[:4])
-    assert "two bars" in book.cells[-2].outputs[0].data["text/html"]
+    assert "two bars" in book.cells[-1].outputs[0].data["text/html"]
     prepare(tmp_path)
     front_end = colab / "anywidget/nbextension/index.js"
     shutil.copyfile(front_end, tmp_path / "static/vendor/anywidget.js")
@@ -289,7 +381,15 @@ def test_widgets_made_with_colabs_versions_work(
         server.server_close()
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
-def test_chapters_with_widgets_run_with_colabs_versions(execute, chapter: Path) -> None:
+@pytest.mark.parametrize(
+    "chapter",
+    [pytest.param(it, marks=pytest.mark.xdist_group(it.stem), id=it.stem) for it in CHAPTERS],
+)
+def test_every_chapter_runs_with_colabs_versions(execute, chapter: Path) -> None:
     book = execute(nbformat.read(chapter, as_version=4), ROOT / "book")
-    assert book.metadata.widgets
+    outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
+    assert [output.text for output in outputs if output.get("name") == "stderr"] == []
+    widgets = book.metadata.widgets[STATE_TYPE]["state"].values()
+    shown = [it["state"]["data"] for it in widgets if "_esm" in it["state"]]
+    assert shown
+    assert [data["error"] for data in shown if "error" in data] == []

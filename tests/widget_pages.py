@@ -99,3 +99,16 @@ def value(widget: Locator, name: str) -> str:
 def numbers(text: str) -> list[int]:
     """The integers in a text, thousands separators allowed."""
     return [int(found.replace(",", "")) for found in re.findall(r"\d[\d,]*", text)]
+
+
+def shown_table(widget: Locator) -> dict[tuple[int, int], int]:
+    """The table's entries by slot and logical block."""
+    cells = widget.locator(".pl-table .pl-cell").evaluate_all(
+        "all => all.map(it => [it.dataset.slot, it.dataset.logical, it.lastChild.textContent])"
+    )
+    return {(int(a), int(b)): int(c.replace("−", "-")) for a, b, c in cells}
+
+
+def shown_stack(widget: Locator) -> list[int]:
+    """The free blocks that are listed, the next one first."""
+    return [int(text) for text in widget.locator(".pl-stack b").all_inner_texts()]
