@@ -50,6 +50,7 @@ _SUBMODULES = {module.split(".")[0] for module in _MODULE_OF.values()} | {
     "checkpoint",
     "demo_model",
     "exercises",
+    "ledger",
     "recordings",
     "reference",
     "sampling",

@@ -1,7 +1,7 @@
-"""Record runs on a GPU for the book: `python tools/record.py decode [FILE]`.
+"""Record runs on a GPU for the book: `python tools/record.py decode [FILE]`, or ledger.
 
 The file goes to book/recordings unless another is named. Pages show it where there is no GPU, and
-tests/test_recorded_decode.py holds it against a run on a CPU.
+tests/test_recorded_decode.py and test_ledger.py hold it against a run on a CPU.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pagedlab import Engine, Llama, Tokenizer
+from pagedlab import Engine, Llama, Tokenizer, ledger
 from pagedlab.engine import Request
 from pagedlab.recordings import Recording
 from pagedlab.run_recorder import RunRecorder
@@ -121,7 +121,26 @@ def answer(tokenizer: Tokenizer, request: Request) -> str:
     return tokenizer.decode(request.tokens)
 
 
-RECORDERS = {"decode": record_decode}
+def record_ledger() -> Recording:
+    """Every claim of the article, and every mutant, examined on the GPU."""
+    return ledger.record("cuda")
+
+
+def ledger_lines(findings: dict[str, Any]) -> list[str]:
+    """What does not stand, what was not run, and which mutants passed; then the counts."""
+    lines = []
+    for id, finding in findings.items():
+        if not finding["stands"]:
+            lines.append(f"{id}: refuted: {finding['problem']}")
+        missing = [v for v in finding["evidence"].values() if str(v).startswith("not run")]
+        lines += [f"{id}: {reason}" for reason in missing]
+        passing = [name for name, problem in finding["mutants"].items() if not problem]
+        lines += [f"{id}: passes with a mistake: {name}" for name in passing]
+    num_mutants = sum(len(finding["mutants"]) for finding in findings.values())
+    return [*lines, f"{len(findings)} claims, {num_mutants} mutants, {len(lines)} to look at"]
+
+
+RECORDERS = {"decode": record_decode, "ledger": record_ledger}
 
 
 def main() -> None:
@@ -136,8 +155,10 @@ def main() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     recording.save(path)
     print(f"{path}: {path.stat().st_size:,} bytes. {recording.describe()}")
-    for text in recording.data["texts"]:
-        print(f"  {text!r}")
+    lines = map(repr, recording.data.get("texts", ()))
+    if recording.kind == "ledger":
+        lines = ledger_lines(recording.data["findings"])
+    print(*(f"  {line}" for line in lines), sep="\n")
 
 
 if __name__ == "__main__":

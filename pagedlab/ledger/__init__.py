@@ -1,0 +1,165 @@
+"""The article's ledger: each of its claims, with the check that proves or corrects it (chapter 10).
+
+`CLAIMS` holds them by id, first those that the article says it could not try. A file of this folder
+holds the claims of one subject; `two_warps.cu` is what only CUDA C++ can show.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from typing import Any
+
+import torch
+
+from pagedlab import recordings
+from pagedlab.ledger import (
+    addresses,
+    blocks,
+    copies,
+    kernel,
+    life,
+    model,
+    reduction,
+    softmax,
+    table,
+)
+from pagedlab.ledger import claim as claims
+from pagedlab.ledger.claim import Claim, Finding, mutant
+from pagedlab.recordings import Recording
+
+__all__ = ["CLAIMS", "Claim", "Finding", "Ledger", "examine", "examine_all", "mutant", "on_gpu"]
+
+_OPEN = ("table_index", "two_warps", "in_place", "copies", "real_model")  # in the article's order
+_FILES = (blocks, table, kernel, addresses, reduction, softmax, model, life, copies)
+_BY_ID = {claim.id: claim for file in _FILES for claim in file.CLAIMS}
+CLAIMS: Mapping[str, Claim] = {id: _BY_ID[id] for id in (*_OPEN, *_BY_ID)}
+
+COLOURS = {
+    "holds": "#009e73",
+    "holds only when": "#e69f00",
+    "wrong": "#d55e00",
+    "silent": "#0072b2",
+}
+NOT_RECORDED = "Not yet recorded on a GPU."
+
+
+def examine(id: str, part: Any = None, *, device: str = "cpu") -> Finding:
+    """Run one claim's check, on its own part or on yours.
+
+    Args:
+        id: a key of CLAIMS.
+        part: what to try in place of the claim's part; `CLAIMS[id].part` shows what it must look
+            like. One that raises is refuted by that.
+        device: "cpu" or "cuda".
+
+    Returns:
+        Finding: true if the verdict stands; shows itself as one line.
+
+    Raises:
+        ValueError: no claim has this id.
+
+    >>> examine("lifo")
+    lifo on cpu: stands. first block out: 65,535; released last, out next: 65,535
+    >>> examine("allocation", lambda seq_len, block_size: seq_len % block_size == 0).stands
+    False
+    """
+    if id not in CLAIMS:
+        raise ValueError(f"id: expected one of {', '.join(CLAIMS)}, got {id!r}")
+    return claims.examine(CLAIMS[id], part, device)
+
+
+class Ledger:
+    """Findings as a table, and beside them, where there are any, those of a recording.
+
+    Args:
+        findings: what was found here.
+        gpu: a recording of kind "ledger", or None.
+    """
+
+    def __init__(self, findings: Iterable[Finding], gpu: Recording | None = None) -> None:
+        self.findings = {finding.claim.id: finding for finding in findings}
+        self.gpu = gpu
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings.values())
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    @property
+    def refuted(self) -> list[str]:
+        """Ids of the claims whose verdict does not stand."""
+        return [finding.claim.id for finding in self if not finding.stands]
+
+    @property
+    def verdicts(self) -> dict[str, list[str]]:
+        """Ids by verdict."""
+        return {
+            verdict: [f.claim.id for f in self if f.claim.verdict == verdict]
+            for verdict in claims.VERDICTS
+        }
+
+    def gpu_answer(self, id: str) -> str:
+        """What the recording says of a claim."""
+        if self.gpu is None:
+            return NOT_RECORDED
+        recorded = self.gpu.data["findings"][id]
+        evidence = {k: v for k, v in recorded["evidence"].items() if k != "report"}
+        return claims.show_evidence(evidence) if recorded["stands"] else recorded["problem"]
+
+    def __repr__(self) -> str:
+        lines = [f"{f.claim.id}: {f.claim.verdict}. {f.shown}" for f in self]
+        return "\n".join([*lines, self.caption])
+
+    @property
+    def caption(self) -> str:
+        """Where the GPU's answers come from."""
+        return NOT_RECORDED if self.gpu is None else self.gpu.describe()
+
+    def _repr_html_(self) -> str:
+        heads = ["the article says", "verdict", "shown here"] + ["on a GPU"] * bool(self.gpu)
+        rows = "".join(self._row(finding) for finding in self)
+        head = "".join(f'<th style="text-align:left">{name}</th>' for name in heads)
+        return (
+            '<div class="pagedlab-ledger" tabindex="0" style="overflow-x:auto"><table>'
+            f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
+            f"<tbody>{rows}</tbody></table></div>"
+        )
+
+    def _row(self, finding: Finding) -> str:
+        claim, cell = finding.claim, '<td style="text-align:left;vertical-align:top;{}">{}</td>'
+        verdict = f"<b>{claim.verdict}</b><br>{escape(claim.found)}"
+        says = f"<code>{claim.id}</code> ({escape(claim.where)})<br>{escape(claim.says)}"
+        shown = ("" if finding else "✗ ") + escape(finding.shown)
+        border = f"border-left:4px solid {COLOURS[claim.verdict]};padding-left:.5em"
+        texts = [("", says), (border, verdict), ("", shown)]
+        if self.gpu is not None:
+            texts.append(("", escape(self.gpu_answer(claim.id))))
+        return f"<tr>{''.join(cell.format(*text) for text in texts)}</tr>"
+
+
+def examine_all(ids: Iterable[str] = CLAIMS, *, device: str = "cpu") -> Ledger:
+    """Run the checks of some claims, all by default; on a CPU that takes about a minute."""
+    return Ledger(examine(id, device=device) for id in ids)
+
+
+def record(device: str) -> Recording:
+    """Every claim examined on a device, and each of its mutants, as a recording."""
+    findings = {}
+    for id, claim in CLAIMS.items():
+        finding = examine(id, device=device).to_json()
+        problems = {
+            name: examine(id, claim.mutants[name], device=device).problem for name in claim.mutants
+        }
+        findings[id] = finding | {"mutants": problems}
+    return Recording("ledger", {"device": device, "findings": findings})
+
+
+def on_gpu() -> Recording | None:
+    """All claims examined now where a GPU is; elsewhere the recording of that, if there is one."""
+    if torch.cuda.is_available():
+        return record("cuda")
+    try:
+        path = recordings.find("ledger")
+    except recordings.RecordingError:
+        return None  # nobody has run it on a GPU yet
+    return recordings.load(path)

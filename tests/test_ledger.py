@@ -1,0 +1,287 @@
+"""The article's ledger: every verdict stands, every mutant is refuted, recordings say the same.
+
+The recordings are one made here, on the CPU, by the code that records on a GPU, and the committed
+one once there is one.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedlab import ledger, recordings
+from pagedlab.kernels.by_token import by_token_kernel
+from pagedlab.ledger import cuda
+from pagedlab.ledger.claim import VERDICTS, Claim, Refuted, mutant
+from pagedlab.ledger.warps import every_order, three_barriers, two_barriers
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parent.parent
+COMMITTED = ROOT / "book/recordings/ledger.json"
+MUTANTS = [(id, name) for id, claim in ledger.CLAIMS.items() for name in claim.mutants]
+GPU_CLAIMS = [id for id, claim in ledger.CLAIMS.items() if claim.gpu_check is not None]
+# Subjects whose evidence depends on no size that a GPU's checks choose otherwise.
+SAME_ANYWHERE = ("blocks", "table", "life", "reduction")
+# What the article states, by the claim that says it; each must be in the ledger.
+SUBJECTS = {
+    "constants": ["sizes", "constants_twice", "twins"],
+    "index arithmetic": ["table_index", "four_places", "byte_address", "num_blocks", "int32"],
+    "two index spaces": ["two_index_spaces"],
+    "GQA mapping": ["gqa", "shared_reads"],
+    "tail block": ["tail_block"],
+    "no causal mask": ["no_mask", "new_token"],
+    "reduction": ["shuffles", "two_warps", "barriers", "warp_mask"],
+    "scale": ["scale"],
+    "online softmax": ["online_softmax", "merge"],
+    "in-place safety": ["in_place"],
+    "block life": ["lifo", "allocation", "release", "reach", "unassigned", "layers_own_blocks"],
+    "copy costs": ["copies"],
+    "kernel": ["grid", "four_states", "scattered", "rope"],
+    "the rest": ["k_then_v", "paging_saves", "real_model"],
+}
+
+
+@pytest.fixture(scope="session")
+def cpu_file(tmp_path_factory):
+    """The ledger recorded on this CPU by the code that records it on a GPU."""
+    path = tmp_path_factory.mktemp("ledger") / "ledger.json"
+    ledger.record("cpu").save(path)
+    return path
+
+
+@pytest.fixture(params=["cpu", *["committed"] * COMMITTED.exists()])
+def recording(request, cpu_file):
+    path = cpu_file if request.param == "cpu" else COMMITTED
+    assert path.stat().st_size < 1_000_000
+    return recordings.load(path)
+
+
+def test_every_claim_is_in_the_ledger_once():
+    ids = [id for ids in SUBJECTS.values() for id in ids]
+    assert sorted(ids) == sorted(ledger.CLAIMS)
+
+
+def test_the_points_that_the_article_could_not_try_come_first():
+    first = [claim.unverified for claim in ledger.CLAIMS.values()]
+    assert first == sorted(first, reverse=True)
+    assert list(ledger.CLAIMS)[:4] == ["table_index", "two_warps", "in_place", "copies"]
+
+
+def test_a_claim_says_what_it_needs_to():
+    for claim in ledger.CLAIMS.values():
+        assert claim.says.endswith(".")
+        assert not claim.found.endswith(".")
+        assert claim.check.__doc__
+        assert len(claim.mutants) >= 1
+    assert {claim.verdict for claim in ledger.CLAIMS.values()} == set(VERDICTS)
+
+
+def test_a_verdict_is_one_of_four():
+    with pytest.raises(ValueError, match=r"^verdict: expected one of holds, .*, got maybe$"):
+        Claim("x", "", "", "maybe", "", None, lambda part, device: {}, {})
+
+
+def test_every_verdict_stands(recording):
+    findings = recording.data["findings"]
+    assert list(findings) == list(ledger.CLAIMS)
+    assert {id: f["problem"] for id, f in findings.items() if not f["stands"]} == {}
+    for id, finding in findings.items():
+        assert finding["evidence"], id
+
+
+def test_every_mutant_is_refuted_in_words(recording):
+    for id, name in MUTANTS:
+        problem = recording.data["findings"][id]["mutants"][name]
+        assert problem, f"{id}: {name} passes"
+        # refuted by the check, and not because the mutant cannot run
+        assert not re.match(r"\w*Error\b", problem), f"{id}, {name}: {problem}"
+
+
+def test_a_recording_agrees_with_this_cpu_where_sizes_do_not_differ(recording, cpu_file):
+    here = json.loads(cpu_file.read_text())["data"]["findings"]
+    compared = 0
+    for id, finding in recording.data["findings"].items():
+        subject = ledger.CLAIMS[id].check.__module__.rsplit(".")[-1]
+        if subject in SAME_ANYWHERE and id != "scale":  # which tries the device's head_dim
+            expected = here[id]["evidence"]
+            assert {name: finding["evidence"].get(name) for name in expected} == expected, id
+            compared += 1
+    assert compared >= 15
+
+
+def test_a_gpu_recording_has_what_only_a_gpu_shows(recording):
+    if recording.data["device"] == "cpu":
+        assert "CPU" in recording.provenance["device"]
+        return
+    assert "CPU" not in recording.provenance["device"]
+    findings = {id: recording.data["findings"][id]["evidence"] for id in ledger.CLAIMS}
+    for id in GPU_CLAIMS:
+        assert not [v for v in findings[id].values() if str(v).startswith(cuda.NOT_RUN)], id
+    assert findings["barriers"]["hazards, 2 barriers"] > 0
+    assert findings["barriers"]["hazards, 3 barriers"] == 0
+    assert (
+        findings["two_warps"]["128 threads, off by"]
+        > 100 * findings["two_warps"]["CUDA, 64 threads, off by"]
+    )
+    assert findings["int32"]["written, from the cache's start"] == -(2**31)
+    copied = findings["copies"]
+    assert copied["per_layer, copies recorded"] == 16 * copied["per_step, copies recorded"]
+    assert copied["per_layer, us a token"] > copied["changed_entries, us a token"]
+
+
+def test_the_ledger_shows_every_claim_with_and_without_a_gpu(recording):
+    findings = [ledger.Finding(claim, "cpu", True, {"n": 4096}) for claim in ledger.CLAIMS.values()]
+    for gpu in (None, recording):
+        table = ledger.Ledger(findings, gpu)
+        html, text = table._repr_html_(), repr(table)
+        assert len(table) == len(ledger.CLAIMS)
+        assert table.refuted == []
+        assert sum(map(len, table.verdicts.values())) == len(table)
+        for claim in ledger.CLAIMS.values():
+            assert f"<code>{claim.id}</code>" in html
+            assert f"{claim.id}: {claim.verdict}. n: 4,096" in text
+        assert ledger.NOT_RECORDED in html if gpu is None else gpu.describe() in html
+        assert ("on a GPU</th>" in html) == (gpu is not None)
+        assert table.caption in text
+
+
+def test_what_is_refuted_is_marked():
+    finding = ledger.examine("lifo", ledger.CLAIMS["lifo"].mutants["first in, first out"])
+    assert not finding
+    table = ledger.Ledger([finding])
+    assert table.refuted == ["lifo"]
+    assert "✗ first handed out: [0, 1, 2]" in table._repr_html_()
+    assert "refuted. first handed out" in repr(finding)
+    assert "refuted" in finding._repr_html_()
+
+
+def test_a_part_that_raises_is_refuted_by_that():
+    def breaks(seq_len, block_size):
+        raise KeyError("no such\nthing")
+
+    assert ledger.examine("allocation", breaks).problem == r"KeyError: 'no such\nthing'"
+    assert not ledger.examine("lifo", 3)
+
+
+def test_an_unknown_claim_is_named_in_one_line():
+    with pytest.raises(ValueError, match=r"^id: expected one of table_index, .*, got 'nothing'$"):
+        ledger.examine("nothing")
+
+
+def test_without_a_recording_the_gpu_has_not_answered(tmp_path, monkeypatch, cpu_file):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recordings, "PACKAGE", tmp_path / "pagedlab")
+    monkeypatch.setattr(recordings, "_installed", lambda name: [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ledger.on_gpu() is None
+    (tmp_path / "recordings").mkdir()
+    shutil.copy(cpu_file, tmp_path / "recordings/ledger.json")
+    assert ledger.on_gpu().kind == "ledger"
+    (tmp_path / "recordings/ledger.json").write_text("{}")
+    with pytest.raises(recordings.RecordingError, match=r"expected fields"):
+        ledger.on_gpu()
+
+
+def test_a_mutant_changes_one_place_only():
+    broken = mutant(by_token_kernel, "q_head // GROUP_SIZE", "q_head % NUM_KV_HEADS")
+    assert broken is not by_token_kernel
+    with pytest.raises(ValueError, match=r"^before: expected text found once, got 'q_head' \d+x$"):
+        mutant(by_token_kernel, "q_head", "kv_head")
+    with pytest.raises(ValueError, match=r"^before: .* 0x$"):
+        mutant(by_token_kernel, "no such text", "")
+    with pytest.raises(ValueError, match=r"^kernel: expected a function under @triton.jit"):
+        mutant(print, "a", "b")
+
+
+def test_two_warps_race_with_two_barriers_and_not_with_three():
+    sums, right = ([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]), [11.0, 22.0, 33.0]
+    racing = every_order(two_barriers, sums)
+    scores = {(tuple(a), tuple(b)) for a, b in (order.scores for order in racing)}
+    assert (tuple(right), tuple(right)) in scores
+    assert ((11.0, 22.0, 33.0), (2.0, 22.0, 33.0)) in scores  # warp 1 reads warp 0's next sum
+    assert all(a == tuple(right) for a, _ in scores)  # only the slow warp is wrong
+    assert all(order.scores == (right, right) for order in every_order(three_barriers, sums))
+
+
+def test_a_warp_that_waits_forever_is_found():
+    def uneven(warp, sums, shared, scores):
+        yield "moved"
+        if warp == 0:
+            yield "barrier"
+
+    with pytest.raises(RuntimeError, match=r"^warps: expected both at the barrier"):
+        every_order(uneven, ([1.0], [1.0]))
+
+
+REPORT = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at two_warps+0x1c0 in /a/b/two_warps.cu:35
+=========     and Read access at two_warps+0x2d0 in /a/b/two_warps.cu:44 [1008 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+CLEAN = "========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors)\n"
+
+
+def test_racecheck_reports_are_read():
+    found = cuda.parse_racecheck(REPORT)
+    assert found.found == 1008
+    assert found.summary == "1 hazard displayed (1 error, 0 warnings)"
+    assert "in two_warps.cu:35" in found.text
+    assert "/a/" not in found.text
+    assert cuda.parse_racecheck(CLEAN).found == 0
+    assert cuda.parse_racecheck(REPORT.replace(" [1008 hazards]", "")).found == 1
+    with pytest.raises(RuntimeError, match=r"^racecheck: expected a summary, got 'Killed'$"):
+        cuda.parse_racecheck("Killed\n")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_two_warps_compiles_and_has_one_barrier_more_where_it_says(tmp_path, arch):
+    program = cuda.build("two_warps", tmp_path, arch)
+    ptx = tmp_path / "two_warps.ptx"
+    command = ["nvcc", f"-arch={arch}", "-ptx", "-o", ptx, cuda.FOLDER / "two_warps.cu"]
+    subprocess.run(command, check=True)
+    entries = ptx.read_text().split(".visible .entry ")[1:]
+    barriers = {}
+    for entry in entries:
+        head_dim, count = re.findall(r"Li(\d+)E", entry)[:2]
+        loop = entry.count("shfl.sync.down")
+        assert loop % 5 == 0
+        barriers[head_dim, count] = entry.count("bar.sync") * 5 // loop
+    assert barriers == {("64", "2"): 2, ("64", "3"): 3, ("128", "3"): 3}
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match=r"^two_warps: two_warps: "):
+            cuda.run(program, 64, 2, 10, 1)
+
+
+def test_arguments_that_two_warps_does_not_take_are_refused(tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc here")
+    program = cuda.build("two_warps", tmp_path, "sm_90")
+    for arguments in ((64, 2), (32, 2, 10, 1)):
+        with pytest.raises(RuntimeError, match=r"two_warps: expected"):
+            cuda.run(program, *arguments)
+
+
+def test_missing_tools_are_named(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert cuda.missing_tools("nvcc", "compute-sanitizer") == (
+        "not run: no nvcc and no compute-sanitizer here"
+    )
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    assert cuda.missing_tools("nvcc") == ""
+
+
+def test_a_refutation_needs_a_reason():
+    with pytest.raises(Refuted, match=r"^three of four$"):
+        ledger.claims.refute_unless(3 == 4, "three of four")
+
+
+@pytest.mark.gpu
+def test_every_verdict_stands_on_a_gpu():
+    assert ledger.examine_all(device="cuda").refuted == []
