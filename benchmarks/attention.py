@@ -1,18 +1,19 @@
-"""Time one layer of paged decode attention on a GPU: every kernel, torch's SDPA, and a raw read.
+"""Time one layer of paged decode attention on a GPU: our kernels, others', and a raw read.
 
     python benchmarks/attention.py [--only 1x2048,8x2048] [--out FOLDER] [--commit HASH]
 
 The chained calls of a CUDA graph are timed, and each call reads another layer, so that no call
-finds its blocks in the L2 cache. The raw read only sums up the same blocks: the floor. Every kernel
-is called through paged_attention with the step's plan, which is timed by itself. Each is checked
-against float64 before, its output poisoned with NaN. Results go to FOLDER/<gpu>/attention.json: a
-list with one object per kernel and shape, each with its provenance.
+finds its blocks in the L2 cache. The raw read looks at every number of the same blocks and does
+nothing with it: the floor. Every kernel is called through paged_attention with the step's plan,
+which is timed by itself. "grouped" is split_kv with a plan that leaves every sequence whole: the
+rung between by_block and split_kv. Each kernel is checked against float64 before, ours with their
+output poisoned with NaN. peers.py has those of other projects; one that is not installed is named
+and left out. Results go to FOLDER/<gpu>/attention.json: one object per kernel and shape, each with
+its provenance.
 """
 
 import argparse
-import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +21,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from peers import PEERS
+from rows import RESULTS, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagedlab import BlockTable, KVLayout, PagedKVCache, attention_plan, paged_attention
-from pagedlab.attention import KERNELS
-from pagedlab.kernels.plan import device_facts, launch_rule
+from pagedlab.attention import KERNELS, AttentionPlan
+from pagedlab.kernels.plan import Work, device_facts, launch_rule
 from pagedlab.recordings import provenance
 
-RESULTS = Path(__file__).parent / "results"
 ROTATED_BYTES = 256 * 2**20  # read before a block is read again: several times the L2 cache
 CHAINED_BYTES = 4e9  # read by the calls of one graph, but no more than MAX_CALLS calls
-MAX_CALLS, SLOW_CALLS = 128, 4
+MAX_CALLS = 128
 REPLAYS, WARM_UP = 15, 5
 RAW_READS = ((2048, 4), (4096, 4), (8192, 8))  # words per program, warps: the best one counts
 
@@ -48,11 +50,18 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
+def is_plain(case: Case) -> bool:
+    """Whether only batch and context differ from the seed's sizes."""
+    return case[2:] == Case("", [])[2:]
+
+
 def ragged(num_seqs: int, longest: int) -> list[int]:
     return [1 + i * (longest - 1) // (num_seqs - 1) for i in range(num_seqs)]
 
 
 LADDER = 7  # the first cases are measured with every kernel, the others with split_kv
+SWEEP_BATCHES, SWEEP_CONTEXTS = (1, 4, 16, 64, 256), (512, 2048, 8192, 32768)
+SWEEP_TOKENS = 2**20  # at most: 2 GiB of keys and values
 CASES = [
     Case("1x2048", [2048]),
     Case("1x16384", [16384]),
@@ -80,17 +89,24 @@ CASES = [
     Case("64x4096 block 64", [4096] * 64, block_size=64),
     Case("64x4096 float16", [4096] * 64, dtype=torch.float16),
 ]
+for batch in SWEEP_BATCHES:
+    for context in SWEEP_CONTEXTS:
+        swept = Case(f"{batch}x{context}", [context] * batch)
+        if batch * context <= SWEEP_TOKENS and swept not in CASES:
+            CASES.append(swept)
 
 
 class Setup:
     """Random tensors of a case: blocks of several layers, shuffled, and one query per sequence."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.device = case, torch.device("cuda")
+    def __init__(
+        self, case: Case, device: str = "cuda", rotated_bytes: int = ROTATED_BYTES
+    ) -> None:
+        self.case, self.device = case, torch.device(device)
         layout = KVLayout(case.block_size, case.num_kv_heads, case.head_dim, case.dtype)
         self.blocks_per_layer = sum(map(layout.num_logical_blocks, case.lengths))
         layer_bytes = self.blocks_per_layer * layout.block_bytes
-        self.num_layers = min(64, max(2, math.ceil(ROTATED_BYTES / layer_bytes)))
+        self.num_layers = min(64, max(2, math.ceil(rotated_bytes / layer_bytes)))
         num_seqs = len(case.lengths)
         generator = torch.Generator(self.device).manual_seed(0)
         num_blocks = self.num_layers * self.blocks_per_layer
@@ -151,30 +167,38 @@ def time_us(call: Callable[[int], Any], num_layers: int, calls: int) -> float:
 
 @triton.jit
 def raw_read_kernel(
-    words_ptr, block_ids_ptr, sums_ptr, BLOCK_WORDS: tl.constexpr, WORDS: tl.constexpr
+    words_ptr, block_ids_ptr, out_ptr, BLOCK_WORDS: tl.constexpr, WORDS: tl.constexpr
 ):
-    """Sum up one part of one block as int32 words."""
+    """Reduce one part of one block, int32 words, to the largest."""
     block = tl.load(block_ids_ptr + tl.program_id(1)).to(tl.int64)
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     words = tl.load(words_ptr + block * BLOCK_WORDS + word, mask=word < BLOCK_WORDS, other=0)
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(sums_ptr + program, tl.sum(words, 0))
+    tl.store(out_ptr + program, tl.max(words, 0))
 
 
 def raw_read(setup: Setup, words: int, num_warps: int) -> Callable[[int], None]:
     block_words = setup.cache.layout.block_bytes // 4
     grid = (triton.cdiv(block_words, words), setup.blocks_per_layer)
-    sums = torch.empty(grid, dtype=torch.int32, device=setup.device)
+    out = torch.empty(grid, dtype=torch.int32, device=setup.device)
     all_words = setup.cache.buffer.view(torch.int32)
 
     def call(layer: int) -> None:
         ids = setup.block_ids[layer]
-        raw_read_kernel[grid](all_words, ids, sums, block_words, words, num_warps=num_warps)
+        raw_read_kernel[grid](all_words, ids, out, block_words, words, num_warps=num_warps)
 
     return call
 
 
 Calls = dict[str, Callable[[int], torch.Tensor]]  # by name: takes a layer, returns the output
+
+
+def whole_plan(setup: Setup) -> AttentionPlan:
+    """A plan that splits no sequence and keeps their order: an item for each."""
+    rows = torch.arange(len(setup.seq_lens), dtype=torch.int32, device=setup.device)
+    items = torch.stack((rows, setup.active_slots, 0 * rows, setup.seq_lens), 1)
+    work = Work(items.new_zeros(2), items, items.new_zeros(len(rows), 3), max_parts=1)
+    return AttentionPlan(len(rows), None, None, work)
 
 
 def paged_calls(setup: Setup, kernels: tuple[str, ...]) -> Calls:
@@ -185,13 +209,16 @@ def paged_calls(setup: Setup, kernels: tuple[str, ...]) -> Calls:
     kv_shape = (len(setup.q), setup.case.num_kv_heads, setup.case.head_dim)
     new_kv = torch.randn(kv_shape, device=setup.device).to(setup.case.dtype)
 
-    def attend(kernel: str) -> Callable[[int], torch.Tensor]:
-        options = {"out": out, "kernel": kernel, "plan": plan}
+    def attend(name: str) -> Callable[[int], torch.Tensor]:
+        options = {"out": out, "kernel": name, "plan": plan, "backend": "triton"}
+        if name == "grouped":
+            options |= {"kernel": "split_kv", "plan": whole_plan(setup)}
         return lambda layer: paged_attention(setup.q, setup.cache, *rows, layer, **options)
 
     def append_and_attend(layer: int) -> torch.Tensor:
         setup.cache.append(new_kv, new_kv, *rows, layer)
-        return paged_attention(in_place, setup.cache, *rows, layer, out=in_place, plan=plan)
+        options = {"out": in_place, "plan": plan, "kernel": "split_kv", "backend": "triton"}
+        return paged_attention(in_place, setup.cache, *rows, layer, **options)
 
     calls = {kernel: attend(kernel) for kernel in kernels}
     return calls | {"append + split_kv in place": append_and_attend}
@@ -221,42 +248,64 @@ def sdpa_calls(setup: Setup) -> Calls:
     }
 
 
-def measure(case: Case, whole_ladder: bool) -> list[dict[str, Any]]:
-    """Check and time every kernel on one case."""
-    setup = Setup(case)
+def peer_calls(setup: Setup) -> Calls:
+    """Kernels of other projects; those that are missing or refuse the case are named."""
+    calls = {}
+    for name, make_call in PEERS.items():
+        try:
+            calls[name] = make_call(setup)
+        except ImportError:
+            print(f"{setup.case.name:28} {name:27} not installed", flush=True)
+        except Exception as error:
+            report_failure(setup.case, name, error)
+    return calls
+
+
+def report_failure(case: Case, name: str, error: Exception) -> None:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(f"{case.name:28} {name:27} failed: {reason[:200]}", flush=True)
+
+
+def measure(
+    setup: Setup, kernels: tuple[str, ...], others: Calls, time: Callable[..., float] = time_us
+) -> list[dict[str, Any]]:
+    """Check and time kernels on one case: ours by name, and other calls; a row for each."""
+    case = setup.case
     exact = setup.exact(0)
     repeats = min(MAX_CALLS, CHAINED_BYTES / setup.kv_bytes) / setup.num_layers
     num_calls = setup.num_layers * max(1, round(repeats))
-    raw_read_us = min(time_us(raw_read(setup, *r), setup.num_layers, num_calls) for r in RAW_READS)
+    raw_read_us = min(time(raw_read(setup, *r), setup.num_layers, num_calls) for r in RAW_READS)
 
     def make_plan(layer: int) -> None:
         attention_plan(setup.seq_lens, setup.active_slots, setup.table, setup.cache)
 
-    plan_us = time_us(make_plan, 1, 32)
-    calls = paged_calls(setup, KERNELS if whole_ladder else ("split_kv",))
-    if whole_ladder and len(set(case.lengths)) == 1:
-        calls = sdpa_calls(setup) | calls
+    plan_us = time(make_plan, 1, 32)
     rows = []
-    for kernel, call in calls.items():
-        if kernel.startswith(("by", "split")):
-            call(0).fill_(math.nan)
-        out = call(0).double()
-        if kernel.startswith("append"):
-            exact = setup.exact(0)  # with the token just written
-        error = float((out - exact).norm() / exact.norm())
+    for kernel, call in (others | paged_calls(setup, kernels)).items():
+        ours = kernel not in others
+        try:
+            if ours and not kernel.startswith("append"):
+                call(0).fill_(math.nan)
+            out = call(0).double()
+            if kernel.startswith("append"):
+                exact = setup.exact(0)  # with the token just written
+            error = float((out - exact).norm() / exact.norm())
+            slow = kernel in ("by_token", "by_block")  # each layer once
+            us = time(call, setup.num_layers, setup.num_layers if slow else num_calls)
+        except Exception as failure:
+            if ours:
+                raise
+            report_failure(case, kernel, failure)
+            continue
         row: dict[str, Any] = {"kernel": kernel, "shape": case.name, "rel_err": round(error, 6)}
-        slow = kernel in ("by_token", "by_block")
-        calls_in_graph = min(num_calls, SLOW_CALLS) if slow else num_calls
-        row["us"] = round(time_us(call, setup.num_layers, calls_in_graph), 2)
-        row["raw_read_us"] = round(raw_read_us, 2)
+        row |= {"us": round(us, 2), "raw_read_us": round(raw_read_us, 2)}
         if kernel == "split_kv":
             row["plan_us"] = round(plan_us, 2)
             rule = launch_rule(len(setup.q), setup.cache.layout, device_facts(setup.device))
             row["parameters"] = rule._asdict()
         rows.append(row)
-        share = 100 * raw_read_us / row["us"]
         print(
-            f"{case.name:28} {kernel:27} {row['us']:9.2f} us {share:5.1f} % of raw read"
+            f"{case.name:28} {kernel:27} {us:9.2f} us {100 * raw_read_us / us:5.1f} % of raw read"
             f" {raw_read_us:7.2f}   rel_err {error:.1e}",
             flush=True,
         )
@@ -276,14 +325,20 @@ def main() -> None:
     run = provenance()
     run["commit"] = args.commit or run["commit"]
     print(run["device"], run["versions"], flush=True)
-    results = []
+    rows: list[dict[str, Any]] = []
     for i, case in enumerate(CASES):
-        if not args.only or case.name in args.only.split(","):
-            results += [row | run for row in measure(case, whole_ladder=i < LADDER)]
-            torch.cuda.empty_cache()
-    folder = args.out / re.sub(r"\W+", "-", run["device"].lower())
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "attention.json").write_text(json.dumps(results, indent=1) + "\n")
+        if args.only and case.name not in args.only.split(","):
+            continue
+        setup, whole_ladder = Setup(case), i < LADDER
+        others = peer_calls(setup) if whole_ladder else {}
+        if len(set(case.lengths)) == 1 and (whole_ladder or is_plain(case)):
+            others |= sdpa_calls(setup)
+        kernels = (*KERNELS[:2], "grouped", "split_kv") if whole_ladder else ("split_kv",)
+        rows += measure(setup, kernels, others)
+        path = save("attention", rows, run, args.out)  # after each case: a run may be cut short
+        del setup, others
+        torch.cuda.empty_cache()
+    print(path)
 
 
 if __name__ == "__main__":
