@@ -22,7 +22,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> 
 
 
 class Layer(NamedTuple):
-    """One layer's weights; projections that read the same input are one matrix."""
+    """One layer's weights, matrices packed; projections that read the same input are one matrix."""
 
     attention_norm: Tensor  # [hidden_size]
     qkv: Tensor  # [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]
@@ -73,17 +73,17 @@ class Llama:
         self.layers = [
             Layer(
                 load(name, input_layernorm=hidden),
-                load(f"{name}self_attn.", hidden, q_proj=q_dim, k_proj=kv_dim, v_proj=kv_dim),
-                load(f"{name}self_attn.", q_dim, o_proj=hidden),
+                pack(load(f"{name}self_attn.", hidden, q_proj=q_dim, k_proj=kv_dim, v_proj=kv_dim)),
+                pack(load(f"{name}self_attn.", q_dim, o_proj=hidden)),
                 load(name, post_attention_layernorm=hidden),
-                load(f"{name}mlp.", hidden, gate_proj=inner, up_proj=inner),
-                load(f"{name}mlp.", inner, down_proj=hidden),
+                pack(load(f"{name}mlp.", hidden, gate_proj=inner, up_proj=inner)),
+                pack(load(f"{name}mlp.", inner, down_proj=hidden)),
             )
             for name in (f"model.layers.{layer}." for layer in range(config.num_layers))
         ]
         self.norm = load("model.", norm=hidden)
         tied = config.tie_word_embeddings
-        self.head = self.embedding if tied else load("", hidden, lm_head=vocab)
+        self.head = pack(self.embedding if tied else load("", hidden, lm_head=vocab))
         self.frequencies = rope_frequencies(config).to(device)
 
     @classmethod
@@ -252,18 +252,36 @@ class Llama:
         cos, sin = rope_rotation(positions, self.frequencies)
         x = F.embedding(tokens, self.embedding)  # [num_tokens, hidden_size]
         for layer, weights in enumerate(self.layers):
-            heads = F.linear(norm(x, weight=weights.attention_norm), weights.qkv)
+            heads = linear(norm(x, weight=weights.attention_norm), weights.qkv)
             heads = heads.view(len(tokens), num_qk_heads + c.num_kv_heads, c.head_dim)
             rotated, v = rotate(heads[:, :num_qk_heads], cos, sin), heads[:, num_qk_heads:]
             q, k = rotated[:, : c.num_q_heads], rotated[:, c.num_q_heads :]
             attended = attend(layer, q, k, v)  # [num_tokens, num_q_heads, head_dim]
-            x = x + F.linear(attended.flatten(1), weights.attention_out)
-            gate, up = F.linear(norm(x, weight=weights.mlp_norm), weights.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, weights.down)
+            x = x + linear(attended.flatten(1), weights.attention_out)
+            gate, up = linear(norm(x, weight=weights.mlp_norm), weights.gate_up).chunk(2, dim=-1)
+            x = x + linear(F.silu(gate) * up, weights.down)
         return norm(x, weight=self.norm)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.head).float()
+        return linear(x, self.head).float()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A matrix [out, in] as linear reads it fastest: in float32 on a CPU in oneDNN's own order."""
+    if weight.is_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._reorder_linear_weight(weight, 4)  # a few rows at a time
+    return weight
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T for x [num_tokens, in] and a packed weight [out, in].
+
+    >>> linear(torch.tensor([[1.0, 2.0]]), pack(torch.tensor([[3.0, 4.0]])))
+    tensor([[11.]])
+    """
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return F.linear(x, weight)
 
 
 def rope_frequencies(config: LlamaConfig) -> Tensor:

@@ -57,7 +57,7 @@ HELPERS = {
     "block_table": {"Staging", "Staging.send"},
     "kv_cache": {"has_triton", "PagedKVCache.gather_blocks"},
     "checkpoint": {"read_json", "Weights.expect_all_read"},
-    "llama": {"Layer"},
+    "llama": {"Layer", "pack", "linear"},
 }
 KERNEL_CHAPTERS = ("03_writing", "04_kernel", "05_reduction", "06_online_softmax")
 SWAP_IN_CHAPTERS = [path for path in CHAPTERS if int(path.name[:2]) <= 7]
