@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from pagedlab import stand_in
+
 __version__ = "0.1.0"
 
 _MODULE_OF = {
@@ -56,9 +58,12 @@ _SUBMODULES = {module.split(".")[0] for module in _MODULE_OF.values()} | {
     "sampling",
     "scheduler",
 }
+_TRITON = {"triton": "triton", "tl": "triton.language"}  # in its interpreter if there is no GPU
 __all__ = sorted(_MODULE_OF)
 
-if not torch.cuda.is_available() and "triton" not in sys.modules:
+if not stand_in.has_triton():
+    stand_in.install()
+elif not torch.cuda.is_available() and "triton" not in sys.modules:
     # Triton reads this when it is first imported: without a GPU kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -68,8 +73,11 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"pagedlab.{_MODULE_OF[name]}"), name)
     if name in _SUBMODULES:
         return import_module(f"pagedlab.{name}")
+    if name in _TRITON:
+        module = _TRITON[name]
+        return import_module(module) if stand_in.has_triton() else stand_in.MODULES[module]
     raise AttributeError(f"module 'pagedlab' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF, *_SUBMODULES})
+    return sorted({*globals(), *_MODULE_OF, *_SUBMODULES, *_TRITON})

@@ -18,9 +18,9 @@ import pagedlab
 from pagedlab import checkpoint, demo_model
 from pagedlab.attention import BACKENDS, paged_attention
 from pagedlab.engine import BlockEvent, Engine, SlotEvent
-from pagedlab.kv_cache import has_triton
 from pagedlab.layout import DTYPES, LLAMA_3_2_1B, KVLayout
 from pagedlab.llama import Llama
+from pagedlab.stand_in import has_triton
 from pagedlab.tokenizer import Tokenizer
 
 PLACE = ("physical_block", "token", "kv_head", "lane")

@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagedlab.block_table import BlockTable
-from pagedlab.kv_cache import PagedKVCache, expect_rows, expect_tensor, has_triton
+from pagedlab.kv_cache import PagedKVCache, expect_rows, expect_tensor
 from pagedlab.layout import LLAMA_3_2_1B, KVLayout, expect_in_range
+from pagedlab.stand_in import NeedsTriton, has_triton
 
 BACKENDS = ("auto", "triton", "torch")
 KERNELS = ("by_token", "by_block", "split_kv")
@@ -277,7 +278,7 @@ def _pick(
         if kernel == "auto":
             return None
     if not has_triton():
-        raise ValueError("backend: expected torch, since triton is not installed, got triton")
+        raise NeedsTriton("backend triton")
     if device.type == "cpu" and layout.dtype is torch.bfloat16:
         raise ValueError(
             "backend: expected torch, since Triton's interpreter computes bfloat16 wrongly,"

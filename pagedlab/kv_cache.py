@@ -1,18 +1,10 @@
 """One flat buffer of blocks, and how tokens are written into it (chapter 3)."""
 
-from functools import cache as cached
-from importlib.util import find_spec
-
 import torch
 
 from pagedlab.block_table import BlockTable
 from pagedlab.layout import KVLayout, expect_in_range
-
-
-@cached
-def has_triton() -> bool:
-    """Whether triton is installed (Linux only)."""
-    return find_spec("triton") is not None
+from pagedlab.stand_in import has_triton
 
 
 def expect_tensor(name: str, x: object) -> None:

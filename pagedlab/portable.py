@@ -23,6 +23,8 @@ from unittest import mock
 
 import torch
 
+from pagedlab.stand_in import Kernel, NeedsTriton, has_triton
+
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 SERVE = "import triton, sys; from pagedlab import portable; portable._serve(*sys.argv[1:])"
 
@@ -36,6 +38,8 @@ def bind(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict, d
     inner = kernel  # maybe below @triton.autotune or @triton.heuristics
     while hasattr(inner, "fn") and not inspect.isfunction(inner.fn):
         inner = inner.fn
+    if isinstance(inner, Kernel):
+        raise NeedsTriton(inner.fn.__name__)
     if type(inner).__name__ not in ("JITFunction", "InterpretedFunction"):
         got = getattr(kernel, "__name__", type(kernel).__name__)
         raise ValueError(f"kernel: expected a function under @triton.jit, got {got}")
@@ -55,6 +59,8 @@ def capture_launch(launcher: Callable, *args: Any, **kwargs: Any) -> tuple[Any, 
     Raises:
         ValueError: there was none.
     """
+    if not has_triton():
+        raise NeedsTriton(launcher.__name__)
     from triton.runtime.jit import KernelInterface
 
     class Launch(BaseException):

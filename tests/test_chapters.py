@@ -55,7 +55,7 @@ MODULES = {
 # Public to the package, of no use to a reader; so are functions named expect...
 HELPERS = {
     "block_table": {"Staging", "Staging.send"},
-    "kv_cache": {"has_triton", "PagedKVCache.gather_blocks"},
+    "kv_cache": {"PagedKVCache.gather_blocks"},
     "checkpoint": {"read_json", "Weights.expect_all_read"},
     "llama": {"Layer", "pack", "linear"},
 }

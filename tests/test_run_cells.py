@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -69,10 +70,24 @@ def test_a_failing_cell_is_shown_with_its_reason(tmp_path: Path, cell: str, reas
 def test_one_failing_chapter_fails_the_run_and_the_others_still_run(tmp_path: Path) -> None:
     (tmp_path / "good").mkdir()
     good = chapter(tmp_path / "good", "1")
-    status, said = run(str(SCRIPT), chapter(tmp_path, "1 / 0"), good)
+    out = tmp_path / "results.json"
+    bad = chapter(tmp_path, "1", "print('before')\n1 / 0")
+    status, said = run(str(SCRIPT), bad, good, "--out", str(out))
     assert status == 1
-    assert "failed in cell 1" in said
+    assert "failed in cell 2" in said
     assert "ok, 1 cells" in said
+    failed, ran = json.loads(out.read_text())
+    assert (failed["ok"], failed["failed_cell"], failed["output"]) == (False, 2, "before\n")
+    assert "ZeroDivisionError" in failed["reason"]
+    assert (ran["ok"], ran["cells"], ran["left_out"]) == (True, 1, [])
+
+
+def test_a_chapter_whose_process_dies_has_failed(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    dies = chapter(tmp_path, "import os\nos._exit(7)")
+    status, said = run(str(SCRIPT), dies, dies, "--out", str(out))
+    assert (status, said.count("01_x: the process ended with status 7")) == (1, 2)
+    assert [result["reason"] for result in json.loads(out.read_text())] == ["exit status 7"] * 2
 
 
 def test_cells_are_those_that_the_book_runs() -> None:

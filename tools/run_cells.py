@@ -1,20 +1,24 @@
 """Run chapters' code cells without Jupyter: `python tools/run_cells.py [CHAPTER.md ...]`.
 
 On a machine with a GPU they run there, as in Colab. Each chapter runs in a process of its own; a
-line says its seconds and "ok", or which cell failed, and then the exit status is 1. Where the
-widgets' libraries are missing, stand-ins take the widgets' arguments and draw nothing.
+line says its seconds and "ok", or which cell failed, and then the exit status is 1. `--out FILE`
+keeps all of it as JSON, one entry per chapter. Where the widgets' libraries are missing, stand-ins
+take the widgets' arguments and draw nothing; where Triton is, cells that need it are left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib.util
 import io
+import json
 import linecache
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -123,7 +127,11 @@ def run_cell(code: str, file: str, namespace: dict[str, Any]) -> None:
         ValueError: the last value is a widget that complains about its data.
     """
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)  # Triton reads it
+    from pagedlab.stand_in import Guard, has_triton
+
     tree, last = ast.parse(code, file), None
+    if not has_triton():
+        tree = Guard().visit(tree)
     if tree.body and isinstance(tree.body[-1], ast.Expr):
         last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
     exec(compile(tree, file, "exec"), namespace)
@@ -134,38 +142,73 @@ def run_cell(code: str, file: str, namespace: dict[str, Any]) -> None:
         raise ValueError(f"{type(value).__name__}: {data['error']}")
 
 
-def run_chapter(chapter: Path) -> bool:
-    """Run all cells of one chapter as __main__, print how it went."""
-    missing, start = supply_missing(), time.perf_counter()
-    main = sys.modules["__main__"] = ModuleType("__main__")
+def run_chapter(chapter: Path) -> dict[str, Any]:
+    """Run all cells of one chapter as __main__; how it went, as data."""
+    result: dict[str, Any] = {"chapter": chapter.stem, "ok": True, "cells": 0, "left_out": []}
+    result["not_drawn"] = supply_missing()
+    start, main = time.perf_counter(), ModuleType("__main__")
+    sys.modules["__main__"] = main
     for number, code in enumerate(cells(chapter), start=1):
         output = io.StringIO()
         try:
             with contextlib.redirect_stdout(output):
                 run_cell(code, f"<{chapter.stem}, cell {number}>", vars(main))
         except Exception:
-            reason = traceback.format_exc()
-            print(f"{chapter.stem}: failed in cell {number}:\n{code}{output.getvalue()}{reason}")
-            return False
+            result |= {"ok": False, "failed_cell": number, "code": code}
+            result |= {"output": output.getvalue(), "reason": traceback.format_exc()}
+            break
+        result["cells"] = number
+        if "Not run here: " in output.getvalue():
+            result["left_out"].append(number)
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    seconds = time.perf_counter() - start
-    print(f"{chapter.stem}: ok, {number} cells, {seconds:.1f} s on {device}")
-    if missing:
-        print(f"  not drawn: widgets, since {', '.join(missing)} cannot be imported")
-    return True
+    result["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return result | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print how a chapter went."""
+    chapter = result["chapter"]
+    if not result["ok"]:
+        print(f"{chapter}: failed in cell {result['failed_cell']}:")
+        print(result["code"] + result["output"] + result["reason"], flush=True)
+        return
+    print(f"{chapter}: ok, {result['cells']} cells, {result['seconds']} s on {result['device']}")
+    if result["not_drawn"]:
+        print(f"  not drawn: widgets, since {', '.join(result['not_drawn'])} cannot be imported")
+    if result["left_out"]:
+        print(f"  left out: cells {', '.join(map(str, result['left_out']))}, which need Triton")
+    sys.stdout.flush()
+
+
+def run_in_process(chapter: Path) -> dict[str, Any]:
+    """run_chapter in a process of its own; one that dies has failed, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "result.json")
+        command = [sys.executable, str(Path(__file__).resolve()), str(chapter), "--out", str(out)]
+        status = subprocess.run(command).returncode
+        if out.exists():
+            return json.loads(out.read_text("utf-8"))[0]
+    print(f"{chapter.stem}: the process ended with status {status}", flush=True)
+    return {"chapter": chapter.stem, "ok": False, "reason": f"exit status {status}"}
 
 
 def main() -> int:
-    chapters = [Path(name).resolve() for name in sys.argv[1:]]
+    parser = argparse.ArgumentParser(description="Run chapters' code cells without Jupyter.")
+    parser.add_argument("chapters", nargs="*", type=Path, metavar="CHAPTER.md")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
+    args = parser.parse_args()
+    chapters = [chapter.resolve() for chapter in args.chapters]
     if len(chapters) == 1:
         sys.path.insert(0, str(ROOT))
-        return 0 if run_chapter(chapters[0]) else 1
-    chapters = chapters or sorted((ROOT / "book").glob("[0-9][0-9]_*.md"))
-    script = [sys.executable, str(Path(__file__).resolve())]
-    failed = [chapter for chapter in chapters if subprocess.run([*script, str(chapter)]).returncode]
-    return 1 if failed else 0
+        results = [run_chapter(chapters[0])]
+        report(results[0])
+    else:
+        chapters = chapters or sorted((ROOT / "book").glob("[0-9][0-9]_*.md"))
+        results = [run_in_process(chapter) for chapter in chapters]
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    return 0 if all(result["ok"] for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pagedlab.exercises import Confusion, Exercise
 from pagedlab.exercises.ch1 import random_layout
 from pagedlab.exercises.ch2 import random_table
 from pagedlab.layout import KVLayout
+from pagedlab.stand_in import Kernel, NeedsTriton
 
 
 def is_kernel(function: Any) -> bool:
@@ -53,6 +54,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
 
 def device_of(kernel: Any) -> str:
     """Where an interpreted or a compiled kernel wants its tensors."""
+    if isinstance(kernel, Kernel):
+        raise NeedsTriton(kernel.fn.__name__)
     if type(kernel).__name__ == "InterpretedFunction":
         return "cpu"
     if not torch.cuda.is_available():
