@@ -51,6 +51,7 @@ MODULES = {
     "07_recycling": ["block_pool"],
     "08_real_model": ["checkpoint", "tokenizer", "llama"],
     "09_many_sequences": ["scheduler", "engine"],
+    "10_ledger": ["ledger"],
 }
 # Public to the package, of no use to a reader; so are functions named expect...
 HELPERS = {
@@ -93,6 +94,7 @@ FOREIGN_NAMES = {
     "teaching": dict.fromkeys(
         ["make book", "make notebooks", "python tools/run_cells.py", "_build/html"], "a shell's"
     ),
+    "10_ledger": {"two_warps.cu": "CUDA C++", "python tools/record.py ledger": "a shell's"},
     "08_real_model": {"<|im_start|>": "the demo model's tokens", "<|im_end|>": "the same"},
 }
 # Numbers that no cell can compute, and where they come from.
@@ -261,9 +263,9 @@ def test_a_chapter_has_every_part(path: Path) -> None:
     assert re.search(r"^ *assert |assert_close\(", code, re.MULTILINE)
     assert re.search(r"^(AddressCalculator|BlockTableView|KernelStepper|\w+Timeline|\w+Explorer)\(",
                      code, re.MULTILINE)  # fmt: skip
-    ids = re.findall(r"^:::\{exercise\} (\d\.\d) · \S.*\n(?::label: ex-\d-\d\n|:nonumber:\n){2}",
+    ids = re.findall(r"^:::\{exercise\} (\d+\.\d) · \S.*\n(?::label: ex-\d+-\d\n|:nonumber:\n){2}",
                      text, re.MULTILINE)  # fmt: skip
-    assert ids == re.findall(r'^check\("(\d\.\d)"', code, re.MULTILINE)
+    assert ids == re.findall(r'^check\("(\d+\.\d)"', code, re.MULTILINE)
     assert len(ids) >= 3
     assert len(solutions(path)) == len(ids)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pagedlab import recordings
+from pagedlab import checkpoint, recordings
 from pagedlab.ledger import (
     addresses,
     blocks,
@@ -42,14 +42,14 @@ COLOURS = {
 NOT_RECORDED = "Not yet recorded on a GPU."
 
 
-def examine(id: str, part: Any = None, *, device: str = "cpu") -> Finding:
+def examine(id: str, part: Any = None, *, device: str | None = None) -> Finding:
     """Run one claim's check, on its own part or on yours.
 
     Args:
         id: a key of CLAIMS.
         part: what to try in place of the claim's part; `CLAIMS[id].part` shows what it must look
             like. One that raises is refuted by that.
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda"; by default "cuda" where an NVIDIA GPU is.
 
     Returns:
         Finding: true if the verdict stands; shows itself as one line.
@@ -64,7 +64,7 @@ def examine(id: str, part: Any = None, *, device: str = "cpu") -> Finding:
     """
     if id not in CLAIMS:
         raise ValueError(f"id: expected one of {', '.join(CLAIMS)}, got {id!r}")
-    return claims.examine(CLAIMS[id], part, device)
+    return claims.examine(CLAIMS[id], part, device or checkpoint.pick_device().type)
 
 
 class Ledger:
@@ -137,9 +137,11 @@ class Ledger:
         return f"<tr>{''.join(cell.format(*text) for text in texts)}</tr>"
 
 
-def examine_all(ids: Iterable[str] = CLAIMS, *, device: str = "cpu") -> Ledger:
-    """Run the checks of some claims, all by default; on a CPU that takes about a minute."""
-    return Ledger(examine(id, device=device) for id in ids)
+def examine_all(
+    ids: Iterable[str] = CLAIMS, *, device: str | None = None, gpu: Recording | None = None
+) -> Ledger:
+    """Run the checks of some claims, all by default, and set a GPU's answers beside them."""
+    return Ledger((examine(id, device=device) for id in ids), gpu)
 
 
 def record(device: str) -> Recording:

@@ -51,7 +51,7 @@ def check_new_token(kernel: Any, device: str) -> Evidence:
 def check_no_mask(attend_rows: Any, device: str) -> Evidence:
     """One new token a row needs no mask; several at once do."""
     scene = Scene(device)
-    row = len(scene.keys) - 1
+    row = 1  # a short one, so that each token counts
     q, k, v = scene.q[row], scene.keys[row], scene.values[row]
     last = attend_rows(scene, row, [len(k)])[0]
     causal = exact_attention(q, k, v)
@@ -92,7 +92,8 @@ def check_scattered(kernel: Any, device: str) -> Evidence:
     table = scene.table.device
     table.copy_(torch.where(table >= 0, order[table.long().clamp(min=0)], -1).to(torch.int32))
     moved = scene.attend(kernel)
-    refute_unless(torch.equal(before, moved), "the answer depends on where the blocks are")
+    same = torch.equal(before.nan_to_num(), moved.nan_to_num())
+    refute_unless(same, "the answer depends on where the blocks are")
     refute_unless(close(moved, scene.expected(), scene.tolerance), "the answer is wrong")
     return {"blocks moved": scene.cache.num_blocks, "answers equal": "to the bit"}
 

@@ -131,9 +131,9 @@ CLAIMS = (
                     "slot * num_layers * max_blocks_per_seq",
                     "slot * max_blocks_per_seq",
                 ),
-                "slot and layer exchanged": (
-                    "slot, layer = tl.program_id(0), tl.program_id(1)",
-                    "layer, slot = tl.program_id(0), tl.program_id(1)",
+                "layers before slots": (
+                    "slot * num_layers * max_blocks_per_seq + layer * max_blocks_per_seq",
+                    "(layer * tl.num_programs(0) + slot) * max_blocks_per_seq",
                 ),
             },
         ),
