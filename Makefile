@@ -27,10 +27,12 @@ lint: $(READY)  ## ruff check and format, mypy on the package
 notebooks: $(READY)  ## write the Colab notebooks from the chapters
 	$(BIN)/python tools/notebooks.py
 
-bench: $(READY) browser  ## measure engine and widgets on this machine; the kernels where it has a GPU
+bench: $(READY) browser  ## measure engine, widgets and waste on this machine; kernels and copies where it has a GPU
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/widgets.py
-	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/waste.py
+	@! nvidia-smi -L >/dev/null 2>&1 || for name in attention ceilings copies; \
+		do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 record: $(READY)  ## record the decode shown in the book; needs an NVIDIA GPU
 	$(BIN)/python tools/record.py decode

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedlab.recordings import PROVENANCE, provenance
+from pagedlab import recordings
+from pagedlab.recordings import PROVENANCE, Recording, provenance
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -18,9 +19,11 @@ sys.path.insert(0, str(BENCHMARKS))
 import attention  # noqa: E402
 import copies  # noqa: E402
 import peers  # noqa: E402
+import record  # noqa: E402
 import waste  # noqa: E402
 from rows import save, slug  # noqa: E402
 
+RECORDINGS = BENCHMARKS.parent / "book/recordings"
 H200 = BENCHMARKS / "results/nvidia-h200"
 RUNGS = ("by_token", "by_block", "grouped", "split_kv")
 
@@ -172,3 +175,57 @@ def test_the_waste_that_is_kept_is_what_is_counted_today():
             counted = waste.play(waste.Load(), row["block_size"])
             assert counted == {name: row[name] for name in counted}
         assert {name: row[name] for name in waste.Load._fields} == waste.Load()._asdict()
+
+
+TAKEN_OVER = [kind for kind in record.BENCHMARK_OF if (RECORDINGS / f"{kind}.json").exists()]
+
+
+def test_the_book_has_the_ladder_and_the_waste():
+    assert {"ladder", "waste"} <= set(TAKEN_OVER)
+
+
+@pytest.mark.parametrize("kind", TAKEN_OVER)
+def test_a_recording_is_what_its_benchmark_left(kind):
+    taken = recordings.load(kind)
+    folder = BENCHMARKS / "results" / slug(taken.provenance["device"])
+    rows = load(record.BENCHMARK_OF[kind], folder)
+    assert [row | taken.provenance for row in taken.data["rows"]] == rows
+    assert record.take_over(kind, folder) == taken
+    assert recordings.find(kind).stat().st_size < 1_000_000
+    assert "NVIDIA" in taken.provenance["device"] or kind == "waste"
+
+
+@pytest.mark.parametrize("kind", TAKEN_OVER)
+def test_a_changed_kernel_marks_it_outdated(kind, monkeypatch):
+    taken = recordings.load(kind)
+    monkeypatch.setattr(recordings, "kernel_hash", lambda: taken.provenance["kernel_hash"])
+    assert not taken.outdated
+    monkeypatch.setattr(recordings, "kernel_hash", lambda: "0" * 16)
+    assert taken.outdated
+    assert "outdated" in taken.describe()
+
+
+def test_rows_of_tiny_runs_become_recordings(ragged, tmp_path, monkeypatch):
+    run = provenance()
+    rows = {
+        "attention": attention.measure(ragged, ("split_kv",), {}, one_call),
+        "copies": copies.measure("cpu", layer_bytes=4096, tables=((16, 8),), steps=2),
+        "waste": [waste.play(waste.Load(num_requests=3), 16)],
+    }
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    for kind, name in record.BENCHMARK_OF.items():
+        if name in rows:
+            save(name, rows[name], run, tmp_path)
+            assert record.take_over(kind) == Recording(kind, {"rows": rows[name]}, run)
+        else:
+            with pytest.raises(ValueError, match=f"with {name}.json, got none"):
+                record.take_over(kind)
+    save("waste", rows["waste"], run | {"device": "NVIDIA H200"}, tmp_path)
+    with pytest.raises(ValueError, match=r"waste.json, got cpu-.*, nvidia-h200"):
+        record.take_over("waste")
+    path = save("copies", rows["copies"], run, tmp_path)
+    mixed = json.loads(path.read_text())
+    mixed[0]["commit"] = "0" * 40
+    path.write_text(json.dumps(mixed))
+    with pytest.raises(ValueError, match="rows of one run"):
+        record.take_over("copies")

@@ -6,6 +6,7 @@ tests/test_recorded_decode.py and test_ledger.py hold it against a run on a CPU.
 
 import argparse
 import hashlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,18 @@ import torch
 
 from pagedlab import Engine, Llama, Tokenizer, ledger
 from pagedlab.engine import Request
-from pagedlab.recordings import Recording
+from pagedlab.recordings import PROVENANCE, Recording
 from pagedlab.run_recorder import RunRecorder
 
 BOOK = Path(__file__).parent.parent / "book"
+RESULTS = BOOK.parent / "benchmarks/results"
+BENCHMARK_OF = {
+    "ladder": "attention",
+    "roofline": "ceilings",
+    "copies": "copies",
+    "load": "load",
+    "waste": "waste",
+}
 PROMPTS = (
     "What is the capital of Japan?",
     "What color is the sky?",
@@ -140,25 +149,48 @@ def ledger_lines(findings: dict[str, Any]) -> list[str]:
     return [*lines, f"{len(findings)} claims, {num_mutants} mutants, {len(lines)} to look at"]
 
 
+def take_over(kind: str, folder: Path | None = None) -> Recording:
+    """The rows that a benchmark left in `folder`, by default the only one that has them.
+
+    Raises:
+        ValueError: none or several folders have them, or the rows are not of one run.
+    """
+    name = f"{BENCHMARK_OF[kind]}.json"
+    found = [folder / name] if folder else sorted(RESULTS.glob(f"*/{name}"))
+    if len(found) != 1 or not found[0].is_file():
+        got = ", ".join(path.parent.name for path in found) or "none"
+        raise ValueError(f"record: expected one folder of results with {name}, got {got}")
+    rows = json.loads(found[0].read_text("utf-8"))
+    runs = [{field: row.pop(field) for field in PROVENANCE} for row in rows]
+    if any(run != runs[0] for run in runs):
+        raise ValueError(f"record: expected rows of one run in {name}, got several")
+    return Recording(kind, {"rows": rows}, runs[0])
+
+
 RECORDERS = {"decode": record_decode, "ledger": record_ledger}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=sorted(RECORDERS))
+    parser.add_argument("what", choices=sorted(RECORDERS | BENCHMARK_OF))
     parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--results", type=Path, help="the folder to take a benchmark's rows from")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    if arguments.what in BENCHMARK_OF:
+        try:
+            recording = take_over(arguments.what, arguments.results)
+        except ValueError as error:
+            sys.exit(str(error))
+    elif not torch.cuda.is_available():
         sys.exit("record: expected an NVIDIA GPU, got none")
-    recording = RECORDERS[arguments.what]()
+    else:
+        recording = RECORDERS[arguments.what]()
     path = arguments.file or BOOK / "recordings" / f"{arguments.what}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     recording.save(path)
     print(f"{path}: {path.stat().st_size:,} bytes. {recording.describe()}")
-    lines = map(repr, recording.data.get("texts", ()))
-    if recording.kind == "ledger":
-        lines = ledger_lines(recording.data["findings"])
-    print(*(f"  {line}" for line in lines), sep="\n")
+    for text in recording.data.get("texts", ()):
+        print(f"  {text!r}")
 
 
 if __name__ == "__main__":
