@@ -249,9 +249,8 @@ def test_online_softmax_stands_next_to_the_plain_one(
     scores = scene.scores if name == "token" else (scene.k[:5] @ scene.q[0, 0])
     rows, plain = online(scores, scene.v), torch.softmax(scores, 0)
     widget.get_by_role("button", name="softmax", exact=True).click()
-    lane = scene.lane if name == "token" else 0
-    if name == "token":
-        enter(widget, "lane", lane)
+    lane = scene.lane
+    enter(widget, "lane", lane)
     for token in random.Random(SEED + 2).sample(range(len(scores)), 3):
         enter(widget, "token", token)
         if token < len(scores) - 1:  # to the last statement of this token
@@ -406,6 +405,85 @@ def test_predict_mode_asks_for_what_the_line_assigns(page: Page, pages: str, sce
     field.press("Enter")
     cell = widget.locator('li[data-level="3"] [data-number]')
     assert number_of(cell) == pytest.approx(float(partial), abs=1e-5)
+
+
+@pytest.mark.browser
+def test_predicting_a_load_asks_where_it_reads_then_shows_what(
+    page: Page, pages: str, scene: Scene
+) -> None:
+    token = random.Random(SEED + 4).randrange(scene.length)
+    target = scene.steps_of("  k = tl.load")[token]
+    page.goto(f"{pages}/token.html#k.step={target}&k.lane={scene.lane}&predict=1")
+    widget = panel(page)
+    bar, said = widget.locator(".pl-bar"), widget.locator(".pl-memory-text")
+    expect(bar.locator("label")).to_have_text(
+        "Which element of cache_ptr does this line read first?"
+    )
+    expect(variable(widget, "k")).to_have_text("?")
+    expect(said).to_contain_text("cache_ptr[?], 64 elements")
+    expect(widget.locator(".pl-caption")).to_contain_text("k is now ?")
+    assert not widget.locator(".pl-block-drawing").is_visible()
+    first = scene.layout.k_address(scene.block(token), token % 4, scene.kv_head, 0) // 4
+    field = widget.locator("form input")
+    for answer, verdict in ((first + 1, f"Not {first + 1}."), (first, f"Right: {first:,}.")):
+        field.fill(str(answer))
+        field.press("Enter")
+        expect(bar).to_contain_text(verdict)
+    expect(said).to_have_attribute("data-offset", str(first))
+    assert number_of(variable(widget, "k")) == float(scene.k[token, scene.lane])
+    expect(widget.locator(".pl-caption")).to_contain_text(f"k is now [64] lane {scene.lane}: ")
+    assert widget.locator(".pl-hot").count() == 1
+
+
+@pytest.mark.browser
+def test_predict_mode_asks_on_every_line_that_computes(
+    page: Page, pages: str, scene: Scene
+) -> None:
+    token, trace = scene.length // 2, scene.trace
+    start = scene.steps_of("offset = physical_block")[token]
+    page.goto(f"{pages}/token.html#k.step={start}&k.lane=9&predict=1")
+    widget = panel(page)
+    following = widget.get_by_role("button", name="Next question")
+    asked = []
+    for _ in range(16):
+        index = int(widget.locator(".pl-caption [data-step]").get_attribute("data-step"))
+        now = trace.steps[index]
+        asked.append(now.line)
+        widget.get_by_role("button", name="Show").click()
+        told = widget.locator("form [role=status]").inner_text()
+        answer = float(told.removeprefix("It is: ").rstrip(".").replace(",", ""))
+        value = now.variables[now.assigned[0]]
+        if now.accesses:
+            wanted = now.accesses[0].offsets.min()
+        elif np.ndim(value):
+            assert value.size == 64 or now.assigned == ("partial",) or now.assigned == ["partial"]
+            flat = value.reshape(2, -1) if now.assigned[0] == "partial" else value.reshape(1, -1)
+            wanted = flat[0, 9 % flat.shape[1]]
+        else:
+            wanted = value
+        assert answer == pytest.approx(float(wanted), abs=6e-4, rel=1e-3)
+        following.click()
+    lines = trace.source.lines
+    body = [
+        trace.source.first_line + i
+        for i, line in enumerate(lines)
+        if line.startswith(" " * 12) and " = " in line
+    ]
+    levels = body.index(asked[4])
+    assert asked == body[:levels] + [body[levels]] * 5 + body[levels + 1 :]
+
+
+@pytest.mark.browser
+def test_vectors_show_a_lane_in_a_kernel_without_a_reduction(
+    page: Page, pages: str, scene: Scene
+) -> None:
+    page.goto(f"{pages}/mine.html")
+    widget = panel(page)
+    enter(widget, "lane", scene.lane)
+    widget.locator(".pl-view").press("End")
+    q = variable(widget, "q")
+    expect(q).to_contain_text(f"[64] lane {scene.lane}: ")
+    assert number_of(q) == float(scene.q[0, 0, scene.lane])
 
 
 @pytest.mark.browser

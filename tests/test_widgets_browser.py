@@ -479,6 +479,33 @@ def test_state_is_in_the_address_and_comes_back(page: Page, pages: str, scene: S
         expect(panel(page).locator('[data-value="logical"]')).to_contain_text("//")
 
 
+def test_a_link_opens_the_page_at_its_widget(page: Page, pages: str) -> None:
+    tops = "all => all.map(it => it.closest('.pagedlab').getBoundingClientRect().top)"
+    widgets = page.locator(".pl-view")
+
+    def open_at(state: str) -> list[float]:
+        page.goto("about:blank")
+        page.goto(f"{pages}/several.html{state}", wait_until="networkidle")
+        panel(page, 2)
+        return widgets.evaluate_all(tops)
+
+    page.set_viewport_size({"width": 800, "height": 400})
+    assert 0 <= open_at("")[0] < 200
+    assert 0 <= open_at("#third.layer=1")[2] < 200
+    assert 0 <= open_at("#third.layer=1&second.lane=3")[1] < 200
+    assert 0 <= open_at("#lane=3")[0] < 200
+    page.evaluate("location.hash = '#third.layer=1'")
+    page.wait_for_function(
+        "document.querySelectorAll('.pagedlab')[2].getBoundingClientRect().top < 200"
+    )
+    panel(page, 0).get_by_role("button", name="Copy link").click()
+    page.wait_for_function("location.hash.endsWith('first.lane=3')")
+    enter(panel(page, 1), "lane", 40)
+    page.evaluate("scrollTo(0, 0)")
+    page.wait_for_function("location.hash.endsWith('second.lane=40')")
+    assert page.evaluate("scrollY") == 0  # what a reader does writes the address and moves nothing
+
+
 def test_charts_step_by_keyboard_and_follow_the_theme(page: Page, pages: str) -> None:
     page.goto(f"{pages}/charts.html")
     plots = page.locator(".plotly-graph-div")

@@ -161,7 +161,8 @@ function predictor(ui) {
       asked = next;
       tries = 0;
       field.value = "";
-      put(question, next?.question ?? "Nothing to predict here: step on.");
+      put(question, next?.question ?? "Nothing to predict here.");
+      field.inputMode = typeof next?.answer === "string" ? "text" : "decimal";
       put(verdict, next && solved.has(next.id) ? "You know this one." : "", { class: "pl-soft" });
     }
     return Boolean(next) && !solved.has(next.id);
@@ -206,7 +207,13 @@ function permalink(ui, view, name) {
       params.delete(`${name}.${key}`);
       if (key !== "predict" || ui.get(key)) params.set(`${name}.${key}`, word(key, ui.get(key)));
     }
-    history.replaceState(history.state, "", `#${params}`);
+    history.replaceState({ ...history.state, written: true }, "", `#${params}`);
+  };
+  /** Whether the address is a link that was followed, and its last key one of this widget's. */
+  const names = (last) => keys.some((key) => last === key || last === `${name}.${key}`);
+  const followed = () => {
+    const last = [...hash().keys()].at(-1);
+    return !history.state?.written && [...document.querySelectorAll(".pl-view")].find((it) => it.pagedlab?.names?.(last)) === ui.root;
   };
   const copy = node("button", { type: "button", class: "pl-button" }, "Copy link");
   copy.addEventListener("click", async () => {
@@ -216,7 +223,8 @@ function permalink(ui, view, name) {
     put(copy, done ? "Link copied" : "Link is in the address bar");
     setTimeout(() => put(copy, "Copy link"), 2000);
   });
-  return { restore, write, copy };
+  ui.names = names;
+  return { restore, write, copy, followed };
 }
 
 /** ipywidgets leaves slider handles and Play's buttons without a name: give each its label's. */
@@ -325,7 +333,16 @@ function host(create) {
       event.preventDefault();
       ui.set({ [key]: clamp(to, [low, high]) });
     });
-    window.addEventListener("hashchange", () => parts && parts.link.restore(), { signal: listening.signal });
+    /** A link opens the page at its widget. */
+    const arrive = () => parts?.link.followed() && (root.closest(".pagedlab") ?? root).scrollIntoView({ behavior: "instant" });
+    window.addEventListener(
+      "hashchange",
+      () => {
+        parts?.link.restore();
+        arrive();
+      },
+      { signal: listening.signal },
+    );
 
     let observer;
     const attached = () => {
@@ -336,6 +353,7 @@ function host(create) {
       observer = new MutationObserver((records) => records.every((it) => root.contains(it.target)) || nameControls(panel));
       observer.observe(panel, { childList: true, subtree: true });
       nameControls(panel);
+      arrive();
     };
     attached();
     return () => {

@@ -73,7 +73,7 @@ def encode(
         "token_is": rows.noun,
         "blocks": rows.blocks,
         "tree": tree,
-        "num_lanes": tree["lanes"] if tree else 1,
+        "num_lanes": tree["lanes"] if tree else _num_lanes(variables),
         "softmax": softmax,
         "panes": [PANES[0]] + [PANES[1]] * bool(tree) + [PANES[2]] * bool(softmax),
         "columns": buffer.columns,
@@ -176,6 +176,12 @@ def _variable(
         "column": buffer.add(np.concatenate([np.empty(0), *numbers])),
         "most": MAX_ARRAY,
     }
+
+
+def _num_lanes(variables: list[dict[str, Any]]) -> int:
+    """Lanes of a kernel without a reduction: its longest vector that was recorded."""
+    shapes = [shape for it in variables for _, shape in it.get("kept", ())]
+    return max((min(*shape, MAX_ARRAY) for shape in shapes if len(shape) == 1), default=1)
 
 
 def _statements(

@@ -39,7 +39,7 @@ function sourcePane(ui, { stream }) {
 
 /** Every variable that has a value, the ones just assigned marked. */
 function variablesPane(ui, { when, assigned }) {
-  const { variables, tree } = ui.data;
+  const { variables } = ui.data;
   const spark = () => node("svg:svg", { class: "pl-spark", viewBox: "0 0 100 20", preserveAspectRatio: "none", "aria-hidden": "true" }, node("svg:path"), node("svg:rect", { y: 0, height: 20 }));
   const drawSpark = (svg, numbers, lane) => {
     const finite = numbers.filter(Number.isFinite);
@@ -81,10 +81,8 @@ function variablesPane(ui, { when, assigned }) {
       if (!value) return put(cell, "not recorded here", { "data-number": null, class: "pl-num pl-soft" });
       const { shape, numbers } = value;
       if (!shape.length) return putNumber(cell, numbers[0], variables[i].bool);
-      const lane = tree && numbers.length === tree.lanes ? ui.get("lane") : null;
-      const values = lane === null ? [...numbers.subarray(0, 3)] : [numbers[lane]];
-      const words = values.map((x) => showNumber(x, variables[i].bool)).join(", ");
-      put(cell, lane === null ? `[${shape.join("×")}] ${words}${numbers.length > 3 ? ", …" : ""}` : `[${shape.join("×")}] lane ${lane}: ${words}`, { "data-number": lane === null ? null : numbers[lane], class: "pl-num" });
+      const lane = laneOf(ui, value);
+      put(cell, showArray(ui, value, variables[i].bool), { "data-number": lane === null ? null : numbers[lane], class: "pl-num" });
       if (row.dataset.drawn !== `${count}.${lane}`) {
         row.dataset.drawn = `${count}.${lane}`;
         drawSpark(drawn, numbers, lane);
@@ -126,7 +124,14 @@ function memoryPane(ui, { stream, offsets, before }) {
     const heads = access[2]?.find(([, stride]) => stride === 1)?.[0] ?? 1;
     return starts.flatMap((at) => Array.from({ length: Math.ceil(heads / layout.head_dim) }, (_, i) => locate(layout, at + i * layout.head_dim)));
   };
-  const drawMemory = (step) => {
+  /** A step's first access that touches anything: [kind, argument, offset, live elements]; or undefined. */
+  const accessOf = (step) => {
+    for (let i = before[step]; i < before[step + 1]; i++) {
+      const { access: [kind, argument, , live], offset } = accessAt(i);
+      if (live) return [kind, argument, offset, live];
+    }
+  };
+  const drawMemory = (step, secret) => {
     const end = before[step + 1];
     pane.hidden = end === 0;
     if (!end) return;
@@ -139,6 +144,10 @@ function memoryPane(ui, { stream, offsets, before }) {
     const where = `${argument}[${high > offset ? `${number(offset)} … ${number(high)}` : number(offset)}]`;
     put(memoryTitle, now ? `This line ${current.map((it) => verbs[it.access[0]][0]).at(-1)} memory` : `Memory that line ${codes[stream[at]][0]} ${verbs[kind][1]}, ${plural(step - at, "step")} ago`);
     const counted = live === total ? plural(live, "element") : `${number(live)} of ${plural(total, "element")}, the others masked`;
+    if (secret && now) {
+      blockDrawing.hidden = strip.hidden = true;
+      return void put(memoryText, `${argument}[${HIDDEN}], ${counted}`, { "data-offset": null });
+    }
     const inBlock = layout && argument === ui.data.cache && live > 0;
     blockDrawing.hidden = !inBlock;
     strip.hidden = Boolean(inBlock) || !shapes[argument];
@@ -173,7 +182,7 @@ function memoryPane(ui, { stream, offsets, before }) {
     marker.style.width = `${((high - offset + 1) / size) * 100}%`;
   };
 
-  return { node: pane, draw: drawMemory };
+  return { node: pane, draw: drawMemory, accessOf };
 }
 
 /** A reduction by halves: its levels, and the sums on the way of one lane. */
@@ -217,7 +226,7 @@ function lanesPane(ui, { when, assigned, statementOf }) {
     value(index, level, i) {
       return assigned(tree.variable, tree.starts[index] + level)?.numbers[i];
     },
-    draw(step, secret) {
+    draw(step, secret, changed) {
       const { index, done, beyond } = this.at(step);
       const reason = index < 0 ? "The reduction has not begun: step on." : beyond ? `Lanes are recorded for the first ${plural(tree.starts.length, ui.data.token_is)} only.` : "";
       why.hidden = !reason;
@@ -233,7 +242,7 @@ function lanesPane(ui, { when, assigned, statementOf }) {
       const path = [];
       for (let level = 0; level < tree.levels; level++) {
         const per = width >> level;
-        const known = level < done && !(secret && level === done - 1);
+        const known = level < done && !(secret && level === done - 1 && changed.includes(tree.variable));
         const here = side * per + (within % per);
         const inputs = level ? [side * 2 * per + (within % per), side * 2 * per + (within % per) + per] : [];
         path.push({ level, here, inputs, known, reached: level < done });

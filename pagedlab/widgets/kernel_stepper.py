@@ -95,7 +95,7 @@ class KernelStepper(Panel):
                 controls[key] = slider(view, key, stops[key], label)
         if stops["pane"] > 1:
             controls["pane"] = choice(view, "pane", data["panes"], "show")
-            controls["pane"].style.button_width = "4.9rem"
+            controls["pane"].style.button_width = "auto"
         super().__init__(view, controls)
 
 

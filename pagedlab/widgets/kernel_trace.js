@@ -34,6 +34,18 @@ const putNumber = (element, value, bool) => put(element, value === undefined ? "
 });
 const putHidden = (element) => put(element, HIDDEN, { "data-number": null, class: "pl-num pl-hidden-value" });
 
+/** The lane that is followed, where the numbers are one per lane; else null. */
+const laneOf = (ui, { numbers }) => (numbers.length > 1 && numbers.length === ui.data.num_lanes ? ui.get("lane") : null);
+
+/** An array in a few words: its shape, and the lane that is followed or the first numbers. */
+const showArray = (ui, value, bool) => {
+  const { shape, numbers } = value;
+  if (!shape.length) return showNumber(numbers[0], bool);
+  const lane = laneOf(ui, value);
+  const words = (lane === null ? [...numbers.subarray(0, 3)] : [numbers[lane]]).map((x) => showNumber(x, bool)).join(", ");
+  return `[${shape.join("×")}] ${lane === null ? "" : `lane ${lane}: `}${words}${lane === null && numbers.length > 3 ? ", …" : ""}`;
+};
+
 /** The trace in ui.data and its buffer. Every number in it was recorded by the debugger. */
 function recordedTrace(ui) {
   const { codes, variables, lines, first_line } = ui.data;
@@ -74,6 +86,8 @@ function recordedTrace(ui) {
     const [low, high] = values[variable].subarray(2 * index, 2 * index + 2);
     return low === high ? `${into}[${number(low)}]` : `${into}[${number(low)} … ${number(high)}]`;
   };
+  /** The first element that a pointer points to after its assignment number `index`. */
+  const pointsTo = (variable, index) => values[variable][2 * index];
   /** A statement without its comments, on one line. */
   const text = (from, to) => lines.slice(from - first_line, to - first_line + 1)
     .map((pieces) => pieces.filter(([kind]) => !/^c[1hm]?$/.test(kind)).map(([, part]) => part).join("").trim())
@@ -81,5 +95,5 @@ function recordedTrace(ui) {
     .join(" ");
   const statementOf = (step) => text(...codes[stream[step]].slice(0, 2));
 
-  return { column, stream, offsets, last, when, before, assigned, statementOf };
+  return { column, stream, offsets, last, when, before, assigned, pointsTo, statementOf };
 }

@@ -301,6 +301,7 @@ function addressPane(ui, { pick }) {
         `${at.section ? `${number(layout.v_offset)} + ` : ""}${at.token_in_block} × ${number(layout.kv_dim * layout.itemsize)}${equals(terms.section + terms.token_in_block)}`,
         `${"KV"[at.section]}, token_in_block ${at.token_in_block}`, `of ${layout.block_size} in the block`,
       );
+      bars.token_in_block.bar.classList.toggle("pl-early", at.token_in_block < layout.block_size / 2);
       bars.kv_head.draw(
         at.kv_head, layout.num_kv_heads, `${at.kv_head} × ${layout.head_dim * layout.itemsize}${equals(terms.kv_head)}`,
         `kv_head ${at.kv_head}`, `of ${layout.num_kv_heads} in the token`,
