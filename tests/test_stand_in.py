@@ -27,7 +27,10 @@ def python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["03_writing", "04_kernel", "05_reduction", "06_online_softmax"])
+KERNEL_CHAPTERS = ("03_writing", "04_kernel", "05_reduction", "06_online_softmax", "10_ledger")
+
+
+@pytest.mark.parametrize("name", KERNEL_CHAPTERS)
 def test_a_kernel_chapter_runs_to_its_end(name: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     script = str(ROOT / "tools/run_cells.py")

@@ -151,7 +151,7 @@ def mutant(kernel: Any, before: str, after: str) -> Any:
     >>> "kv_head = q_head % NUM_KV_HEADS" in inspect.getsource(broken.fn)
     True
     """
-    import triton
+    import triton  # first of all, so that a machine without it says so
 
     if type(kernel).__name__ not in ("JITFunction", "InterpretedFunction"):
         raise ValueError(f"kernel: expected a function under @triton.jit, got {kernel!r}")

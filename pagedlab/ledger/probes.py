@@ -1,7 +1,6 @@
 """Small Triton kernels that checks launch, each one line of the article's arithmetic."""
 
-import triton
-import triton.language as tl
+from pagedlab import tl, triton
 
 
 @triton.jit

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 
+from pagedlab import triton
 from pagedlab.attention import paged_attention
 from pagedlab.block_pool import BlockPool
 from pagedlab.block_table import UNASSIGNED, BlockTable
