@@ -40,7 +40,7 @@ class KernelStepper(Panel):
         softmax: what a kernel calls the variables of its online softmax, where not score, new_max,
             correction, weight, d and acc, e.g. {"new_max": "m"}.
         name: prefix in permalinks, when a page has several.
-        predict: start with each assigned number hidden.
+        predict: start with what each line computes, or where it reads, hidden.
         **state: where to start: step, token, lane, pane (0 variables, 1 lanes, 2 softmax),
             unsafe (1: softmax without the max).
 
