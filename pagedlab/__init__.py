@@ -53,6 +53,7 @@ _SUBMODULES = {module.split(".")[0] for module in _MODULE_OF.values()} | {
     "demo_model",
     "exercises",
     "ledger",
+    "museum",
     "recordings",
     "reference",
     "sampling",
