@@ -1,6 +1,7 @@
 """The exercises: stubs, solutions and wrong answers, on random cases that are new every time."""
 
 import linecache
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagedlab.exercises import EXERCISES, CheckResult, Exercise, check
+from pagedlab.exercises import EXERCISES, CheckResult, Exercise, ch3, ch4, check
+from pagedlab.portable import run_in_process
 
 torch.set_num_threads(1)
 
@@ -31,7 +33,7 @@ def imports_of(page: str) -> str:
 
 
 def run(code: str, name: str) -> object:
-    namespace: dict[str, object] = {}
+    namespace: dict[str, object] = {"__name__": "__main__"}
     file = f"<{name} {hash(code)}>"
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)  # Triton reads it
     exec(compile(code, file, "exec"), namespace)
@@ -100,6 +102,11 @@ def test_a_wrong_answer_fails_and_is_recognised(exercise, confusion):
 
 
 WRONG_KERNELS = [
+    ("3.4", "BLOCK_SIZE).to(tl.int64)", "BLOCK_SIZE)", "beyond int32"),
+    ("3.4", "tl.maximum(seq_len - 1, 0)", "seq_len", "position is seq_len - 1"),
+    ("3.4", "to + BLOCK_SIZE * KV_DIM", "to + KV_DIM", "a whole section after K"),
+    ("3.4", " & (seq_len > 0)", "", "no token to write"),
+    ("4.4", "logical_block).to(tl.int64)", "logical_block)", "beyond int32"),
     ("4.4", "range(tl.minimum(rest, BLOCK_SIZE))", "range(BLOCK_SIZE)", "read to its end"),
     ("4.4", "(2 * physical_block + 1)", "(2 * physical_block)", "mean of K"),
     ("4.4", "tl.maximum(seq_len, 1)", "seq_len", "zero by zero"),
@@ -125,8 +132,47 @@ def test_a_wrong_kernel_fails_and_is_recognised(id, right, wrong, idea):
 
 
 @pytest.mark.parametrize(("exercise", "confusion"), CONFUSIONS)
-def test_fresh_random_cases_catch_it(exercise, confusion):
-    assert check(exercise.id, confusion.function).status == "failed"
+def test_fresh_random_cases_catch_it_and_a_failure_is_short_enough_to_read(exercise, confusion):
+    result = check(exercise.id, confusion.function)
+    assert result.status == "failed"
+    lengths = {label: len(text) for label, text in result.details}
+    longest = {"input": 500, "expected": 200, "got": 200, "revisit": 150}
+    assert {label: n for label, n in lengths.items() if n > longest[label]} == {}
+
+
+def test_of_a_long_answer_the_first_wrong_place_is_shown():
+    def one_wrong(*case):
+        means = EXERCISES["4.4"].solution(*case)
+        means[0, 2, 3] += 1
+        return means
+
+    details = dict(check("4.4", one_wrong, seed=1).details)
+    shown = [re.fullmatch(r"([\d.]+), at \[0, 2, 3\]", details[key]) for key in ("expected", "got")]
+    right, wrong = (float(match[1]) for match in shown)
+    assert wrong - right == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("cast", [".to(tl.int64)", ""])
+def test_far_blocks_are_tried_in_a_process_of_its_own_where_kernels_are_compiled(cast):
+    page, stub, name = next(rest for id, *rest in STUBS if id == "3.4")
+    solution = SOLUTION.search(page[page.index(stub) :])[1].replace(".to(tl.int64)", cast)
+    kernel = run(imports_of(page) + solution, name)
+    *_, (table, active_slots, seq_lens, layer, layout) = ch3.append_token_cases(random.Random(1))
+    k, v = torch.from_numpy(ch3.new_tokens(2, layout))
+    blocks = ch4.blocks_of(table)
+    cache = torch.zeros(len(blocks) * layout.block_bytes // 4)
+    rows = torch.tensor([seq_lens, active_slots], dtype=torch.int32)
+    strides = table.shape[1] * table.shape[2], table.shape[2]
+    sizes = layout.block_size, layout.kv_dim, layout.head_dim
+    args = [k, v, cache, torch.from_numpy(table), *rows, layer, *strides, *sizes]
+    job = ch4.launched, kernel, (2, 3), args, 2, blocks
+    if not cast:
+        with pytest.raises(ValueError, match=r"^a store outside the kernel's arguments$"):
+            run_in_process(*job, interpret=True)
+        return
+    there = run_in_process(*job, interpret=True)
+    expected = ch3.append_token(table, active_slots, seq_lens, layer, layout)
+    assert ch3.written(there[2].numpy(), blocks) == expected
 
 
 def failing(exercise: Exercise, function, seed: int) -> dict[str, str]:

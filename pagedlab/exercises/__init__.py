@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from pagedlab.stand_in import NeedsTriton
 
 RAISED = "it raised "  # how an answer that is an exception is shown
+LONG = 120  # characters of an answer; of a longer one only the place that is wrong is shown
 
 
 class Confusion(NamedTuple):
@@ -133,10 +134,11 @@ def check(id: str, function: Any, *, seed: int | None = None) -> CheckResult:
     if not wrong:
         return CheckResult(id, exercise.title, "passed", (("tried on", f"{len(cases)} cases"),))
     first = wrong[0]
+    right, given, where = difference(expected[first], got[first])
     details = (
         ("input", show_arguments(exercise, cases[first])),
-        ("expected", show_value(expected[first])),
-        ("got", show_value(got[first])),
+        ("expected", show_value(right, LONG) + where),
+        ("got", show_value(given, LONG) + where),
         ("revisit", idea_to_revisit(exercise, cases, got, first)),
     )
     return CheckResult(id, exercise.title, "failed", details)
@@ -157,6 +159,11 @@ def answer(exercise: Exercise, function: Callable, case: tuple) -> Any:
         return f"{RAISED}{type(raised).__name__}: {raised}{''.join(lines[-1:])}"
 
 
+def without_line(value: Any) -> Any:
+    """An answer; of one that was raised only what and why, not where."""
+    return value.split(" (line ")[0] if str(value).startswith(RAISED) else value
+
+
 def codes_of(function: Any) -> list[CodeType]:
     """The code of a function, of a Triton kernel, or of all methods of a class."""
     function = getattr(function, "fn", function)
@@ -166,7 +173,8 @@ def codes_of(function: Any) -> list[CodeType]:
 
 def idea_to_revisit(exercise: Exercise, cases: list[tuple], got: list, first: int) -> str:
     for idea, function in exercise.confusions:
-        if all(same(answer(exercise, function, c), g) for c, g in zip(cases, got, strict=True)):
+        theirs = [without_line(answer(exercise, function, case)) for case in cases]
+        if same(theirs, [without_line(value) for value in got]):
             return idea
     if all(value is None for value in got):
         return "The function always gives None: is a return missing?"
@@ -179,6 +187,8 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     return value
 
 
@@ -204,7 +214,7 @@ def weight(value: Any) -> float:
     """How large an input is to a reader: the smallest failing one is shown."""
     value = plain(value)
     if isinstance(value, numbers.Real):
-        return abs(float(value))
+        return 0 if math.isnan(value) else abs(float(value))
     if isinstance(value, list):
         return len(value) + sum(weight(item) for item in value)
     if isinstance(value, str | bytes):
@@ -214,11 +224,29 @@ def weight(value: Any) -> float:
     return 0
 
 
-def show_value(value: Any) -> str:
+def difference(expected: Any, got: Any) -> tuple[Any, Any, str]:
+    """Both answers, or if they are long and alike in shape, where they first differ: [place]."""
+    where: list[int] = []
+    while (
+        max(len(show_value(expected)), len(show_value(got))) > LONG
+        and isinstance(expected, list)
+        and isinstance(got, list)
+        and len(expected) == len(got)
+    ):
+        pairs = enumerate(zip(expected, got, strict=True))
+        place, (expected, got) = next((i, pair) for i, pair in pairs if not same(*pair))
+        where.append(place)
+    return expected, got, f", at {where}" if where else ""
+
+
+def show_value(value: Any, longest: int = 3 * LONG) -> str:
     text = repr(rounded(value))
     if isinstance(value, str) and value.startswith(RAISED):
-        text = value
-    return text if len(text) <= 600 else text[:597] + "..."
+        return value
+    if len(text) <= longest:
+        return text
+    items = f" ({len(value)} items)" if isinstance(value, list) else ""
+    return f"{text[: longest - 30]} ... {text[-30:]}{items}"
 
 
 def rounded(value: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from pagedlab.exercises import Confusion, Exercise
 from pagedlab.exercises.ch2 import random_table
-from pagedlab.exercises.ch4 import device_of, is_kernel, launch
+from pagedlab.exercises.ch4 import FAR, OUTSIDE, blocks_of, device_of, is_kernel, launch
 from pagedlab.layout import KVLayout
 
 # 3.1 ----------------------------------------------------------------------------------------------
@@ -151,17 +151,19 @@ def appended(
     """What appending k and v of `new_tokens` leaves in an empty cache, as `written` shows it; the
     keywords are what a wrong answer mistakes."""
     k, v = new_tokens(len(active_slots), layout)
-    cache = np.zeros((int(table.max()) + 1) * layout.block_bytes // 4, np.float32)
+    blocks = blocks_of(table)
+    cache = np.zeros(len(blocks) * layout.block_bytes // 4, np.float32)
     v_after = layout.v_offset // 4 if v_after is None else v_after
     rows = zip(slots or active_slots, lengths or seq_lens, strict=True)
     for row, (slot, seq_len) in enumerate(rows):
         if seq_len > 0:
             logical_block, token = divmod(seq_len - 1, layout.block_size)
-            block = max(int(table[slot, layer, logical_block]), 0)
+            block = table[slot, layer, logical_block]
+            block = blocks.index(block) if block in blocks else 0
             for section, first in ((k, 0), (v, v_after)):
                 start = (2 * block * layout.block_size + token) * layout.kv_dim + first
                 cache[start : start + layout.kv_dim] = section[row].reshape(-1)
-    return written(cache)
+    return written(cache, blocks)
 
 
 def new_tokens(num_active: int, layout: KVLayout) -> np.ndarray:
@@ -170,12 +172,14 @@ def new_tokens(num_active: int, layout: KVLayout) -> np.ndarray:
     return np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
 
 
-def written(cache: np.ndarray) -> list[list[float]]:
+def written(cache: np.ndarray, blocks: list[int]) -> list[list[float]]:
     """The elements that are not 0, as runs: first element, number of elements, value of the first;
     a run ends where the values do not go on by 1."""
+    block_elements = len(cache) // len(blocks)
     runs: list[list[float]] = []
-    for element in np.flatnonzero(cache).tolist():
-        value = cache[element].item()
+    for place in np.flatnonzero(cache).tolist():
+        rank, rest = divmod(place, block_elements)
+        element, value = blocks[rank] * block_elements + rest, cache[place].item()
         if runs and element == runs[-1][0] + runs[-1][1] and value == runs[-1][2] + runs[-1][1]:
             runs[-1][1] += 1
         else:
@@ -188,22 +192,24 @@ def launch_append_token(function: Callable, table, active_slots, seq_lens, layer
         return function(table, active_slots, seq_lens, layer, layout)
     device = device_of(function)
     k, v = torch.from_numpy(new_tokens(len(active_slots), layout)).to(device)
-    cache = torch.zeros((int(table.max()) + 1) * layout.block_bytes // 4, device=device)
+    blocks = blocks_of(table)
+    cache = torch.zeros(len(blocks) * layout.block_bytes // 4, device=device)
     rows = torch.tensor([seq_lens, active_slots], dtype=torch.int32, device=device)
     arguments = (
         *(k, v, cache, torch.from_numpy(table).to(device), *rows, layer),
         *(table.shape[1] * table.shape[2], table.shape[2]),
         *(layout.block_size, layout.kv_dim, layout.head_dim),
     )
-    launch(function, (len(active_slots), layout.num_kv_heads), *arguments)
-    return written(cache.cpu().numpy())
+    grid = len(active_slots), layout.num_kv_heads
+    launch(function, grid, *arguments, cache=cache, blocks=blocks)
+    return written(cache.cpu().numpy(), blocks)
 
 
 def append_token_cases(rng: random.Random) -> Iterator[tuple]:
     layout = KVLayout(4, 3, 16, torch.float32)
-    for seq_lens in ([1, 0], [4, 3], [5, 8], [0, rng.choice([6, 7])]):
-        table = np.full((3, 2, 4), -1, np.int32)
-        table[:, :, :3] = np.reshape(rng.sample(range(1, 30), 18), (3, 2, 3))
+    for seq_lens in ([1, 0], [4, 3], [5, 8], [0, rng.choice([6, 7])], [2, 5]):
+        table, first = np.full((3, 2, 4), -1, np.int32), FAR if seq_lens == [2, 5] else 0
+        table[:, :, :3] = np.reshape(rng.sample(range(first + 1, first + 30), 18), (3, 2, 3))
         yield table, rng.choice([[1, 2], [2, 1], [1, 0], [2, 0]]), seq_lens, 1, layout
 
 
@@ -230,6 +236,12 @@ def append_token_without_v(table, active_slots, seq_lens, layer, layout):
     return [run for run in k_only if run[0] // (layout.v_offset // 4) % 2 == 0]
 
 
+def append_token_in_int32(table, *rest):
+    if table.max() >= FAR:
+        raise ValueError(OUTSIDE.format("store"))
+    return appended(table, *rest)
+
+
 EXERCISES = (
     Exercise(
         "3.1",
@@ -243,7 +255,7 @@ EXERCISES = (
                 blocks_of_the_difference,
             ),
             Confusion(
-                "That takes a block when the last one is full, one token too early.",
+                "That counts the blocks that are full; one with a single token is a block, too.",
                 blocks_when_full,
             ),
             Confusion(
@@ -319,6 +331,11 @@ EXERCISES = (
                 append_token_v_after_k,
             ),
             Confusion("V has to be written, too.", append_token_without_v),
+            Confusion(
+                "A large block's offset is beyond int32, and wraps to a negative one: turn the "
+                "block into tl.int64 before you multiply.",
+                append_token_in_int32,
+            ),
         ),
         launch_append_token,
     ),

@@ -1,14 +1,16 @@
 """Exercises of chapter 4: the kernel that reads the blocks."""
 
+import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
+from pagedlab import portable
 from pagedlab.exercises import Confusion, Exercise
 from pagedlab.exercises.ch1 import random_layout
 from pagedlab.exercises.ch2 import random_table
@@ -20,28 +22,93 @@ def is_kernel(function: Any) -> bool:
     return hasattr(function, "fn")
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
-    """`kernel[grid](*args)`; where it is interpreted, an access outside its arguments raises."""
-    if type(kernel).__name__ != "InterpretedFunction":
+OUTSIDE = "a {} outside the kernel's arguments"
+FAR = 6_000_000  # from this block on, a small layout's offsets are beyond int32
+
+
+def blocks_of(table: np.ndarray) -> list[int]:
+    """The blocks that a cache for `table` needs: all up to the largest, or, where they would fill
+    the memory, only those in the table."""
+    if table.max() < FAR:
+        return list(range(int(table.max()) + 1))
+    return sorted(set(table[table >= 0].tolist()))
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    cache: torch.Tensor | None = None,
+    blocks: Sequence[int] = (),
+) -> None:
+    """`kernel[grid](*args)`; where it is interpreted, an access outside its arguments raises.
+
+    Args:
+        cache: the tensor among `args` that holds `blocks`, one after another. The kernel sees each
+            at the place that its number gives it, as if all blocks before it were there.
+    """
+    if type(kernel).__name__ == "InterpretedFunction":
+        launch_interpreted(kernel, grid, args, cache, blocks)
+    elif cache is None or len(blocks) > blocks[-1]:
         kernel[grid](*args)
-        return
+    else:
+        at = next(i for i, arg in enumerate(args) if arg is cache)
+        there = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        there = portable.run_in_process(launched, kernel, grid, there, at, blocks, interpret=True)
+        for arg, result in zip(args, there, strict=True):
+            if isinstance(arg, torch.Tensor):
+                arg.copy_(result)
+
+
+def launched(
+    kernel: Any, grid: tuple[int, ...], args: list, at: int, blocks: Sequence[int]
+) -> list:
+    """The arguments after the launch; a failure is a ValueError, which crosses processes."""
+    try:
+        launch_interpreted(kernel, grid, args, args[at], blocks)
+    except Exception as error:
+        raise ValueError(str(error.__cause__ or error)) from None
+    return args
+
+
+def launch_interpreted(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: Sequence,
+    cache: torch.Tensor | None,
+    blocks: Sequence[int],
+) -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
 
     from pagedlab.trace_recorder import MEMORY_OPS
 
-    memory = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in args if isinstance(t, torch.Tensor)]
+    tensors = [t for t in args if isinstance(t, torch.Tensor) and t is not cache]
+    memory = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
+
+    def locate(pointers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The true addresses, and which of them are inside the arguments."""
+        true, inside = pointers.astype(np.int64), np.zeros(pointers.shape, bool)
+        for start, end in memory:
+            inside |= (true >= start) & (true < end)
+        if cache is not None:
+            block_bytes = cache.nbytes // len(blocks)
+            block, rest = np.divmod(true - cache.data_ptr(), block_bytes)
+            rank = np.searchsorted(blocks, block).clip(max=len(blocks) - 1)
+            known = ~inside & (np.take(blocks, rank) == block)
+            true = np.where(known, cache.data_ptr() + rank * block_bytes + rest, true)
+            inside |= known
+        return true.astype(np.uint64), inside
 
     def guard(operation: Callable, kind: str, pointer_at: int, mask_at: int | None) -> Callable:
         def guarded(*operands: Any, **options: Any) -> Any:
-            pointers = operands[pointer_at].data
+            handle, changed = operands[pointer_at], list(operands)
+            true, inside = locate(handle.data)
             if mask_at is not None:
-                pointers = pointers[np.broadcast_to(operands[mask_at].data, pointers.shape)]
-            inside = np.zeros(pointers.shape, bool)
-            for start, end in memory:
-                inside |= (pointers >= start) & (pointers < end)
+                inside |= ~np.broadcast_to(operands[mask_at].data, inside.shape).astype(bool)
             if not inside.all():
-                raise IndexError(f"a {kind} outside the kernel's arguments")
-            return operation(*operands, **options)
+                raise ValueError(OUTSIDE.format(kind))
+            changed[pointer_at] = dataclasses.replace(handle, data=true)
+            return operation(*changed, **options)
 
         return guarded
 
@@ -178,15 +245,16 @@ def offsets_in_int32(*where):
 
 
 def numbered_cache(table, active_slots, seq_lens, layer, layout) -> np.ndarray:
-    """float32 [num_blocks, 2, block_size, num_kv_heads, head_dim]: each element of a token that is
-    there holds its own offset, all others NaN."""
-    shape = int(table.max()) + 1, 2, layout.block_size, layout.num_kv_heads, layout.head_dim
+    """float32 [blocks_of(table), 2, block_size, num_kv_heads, head_dim]: each element of a token
+    that is there holds its own offset, all others NaN."""
+    blocks = blocks_of(table)
+    shape = len(blocks), 2, layout.block_size, layout.num_kv_heads, layout.head_dim
     numbers = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     cache = np.full_like(numbers, np.nan)
     for slot, seq_len in zip(active_slots, seq_lens, strict=True):
         for position in range(seq_len):
             logical_block, token = divmod(position, layout.block_size)
-            block = table[slot, layer, logical_block]
+            block = blocks.index(table[slot, layer, logical_block])
             cache[block, :, token] = numbers[block, :, token]
     return cache
 
@@ -199,13 +267,14 @@ def mean_over(
     table, active_slots, seq_lens, layer, layout, *, section=1, slots=None, lengths=None, over=None
 ) -> np.ndarray:
     """Means of what `slots` hold up to `lengths`; the keywords are what a wrong answer mistakes."""
-    cache = numbered_cache(table, active_slots, seq_lens, layer, layout)
+    cache, blocks = numbered_cache(table, active_slots, seq_lens, layer, layout), blocks_of(table)
     means = np.zeros((len(active_slots), layout.num_kv_heads, layout.head_dim), np.float32)
     rows = zip(slots or active_slots, lengths or seq_lens, strict=True)
     for row, (slot, length) in enumerate(rows):
         for position in range(length):
             logical_block, token = divmod(position, layout.block_size)
-            means[row] += cache[table[slot, layer, logical_block], section, token]
+            block = table[slot, layer, logical_block]
+            means[row] += cache[blocks.index(block) if block >= 0 else -1, section, token]
         with np.errstate(invalid="ignore"):
             means[row] /= np.float32(max(length, 1) if over is None else over[row])
     return means
@@ -242,16 +311,23 @@ def mean_without_new_token(table, active_slots, seq_lens, layer, layout):
     return mean_over(table, active_slots, seq_lens, layer, layout, lengths=lengths)
 
 
+def mean_in_int32(table, *rest):
+    if table.max() >= FAR:
+        raise ValueError(OUTSIDE.format("load"))
+    return mean_over(table, *rest)
+
+
 def launch_mean_of_v(function, table, active_slots, seq_lens, layer, layout):
     if not is_kernel(function):
         return function(table, active_slots, seq_lens, layer, layout)
     device = device_of(function)
-    cache = numbered_cache(table, active_slots, seq_lens, layer, layout)
+    numbers = numbered_cache(table, active_slots, seq_lens, layer, layout)
+    cache = torch.from_numpy(numbers.reshape(-1)).to(device)
     rows = torch.tensor([seq_lens, active_slots], dtype=torch.int32, device=device)
     shape = len(active_slots), layout.num_kv_heads, layout.head_dim
     means = torch.full(shape, math.nan, device=device)
     arguments = (
-        torch.from_numpy(cache.reshape(-1)).to(device),
+        cache,
         torch.from_numpy(table).to(device),
         *rows,
         means,
@@ -259,15 +335,15 @@ def launch_mean_of_v(function, table, active_slots, seq_lens, layer, layout):
         *(table.shape[1] * table.shape[2], table.shape[2]),
         *(layout.block_size, layout.kv_dim, layout.head_dim),
     )
-    launch(function, shape[:2], *arguments)
+    launch(function, shape[:2], *arguments, cache=cache, blocks=blocks_of(table))
     return means
 
 
 def mean_cases(rng: random.Random) -> Iterator[tuple]:
     layout = KVLayout(4, 3, 16, torch.float32)
-    for seq_lens in ([1, 0], [4, 3], [5, 8], [0, rng.choice([6, 7])]):
-        table = np.full((3, 2, 5), -1, np.int32)
-        table[:, :, :2] = np.reshape(rng.sample(range(20), 12), (3, 2, 2))
+    for seq_lens in ([1, 0], [4, 3], [5, 8], [0, rng.choice([6, 7])], [2, 5]):
+        table, first = np.full((3, 2, 5), -1, np.int32), FAR if seq_lens == [2, 5] else 0
+        table[:, :, :2] = np.reshape(rng.sample(range(first, first + 20), 12), (3, 2, 2))
         yield table, rng.choice([[1, 2], [2, 1], [1, 0], [2, 0]]), seq_lens, 1, layout
 
 
@@ -389,6 +465,11 @@ EXERCISES = (
             Confusion(
                 "The length counts the new token already: do not take one off.",
                 mean_without_new_token,
+            ),
+            Confusion(
+                "A large block's offset is beyond int32, and wraps to a negative one: turn the "
+                "block into tl.int64 before you multiply.",
+                mean_in_int32,
             ),
         ),
         launch_mean_of_v,

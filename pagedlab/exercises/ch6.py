@@ -202,22 +202,22 @@ def launch_softmax_mean(function, scores, v, lengths, block):
     device = device_of(function)
     means = torch.full((len(lengths), v.shape[2]), math.nan, device=device)
     rows = torch.tensor(lengths, dtype=torch.int32, device=device)
-    poisoned = [x.copy() for x in (scores, v)]
-    for row, length in enumerate(lengths):
-        for x in poisoned:
-            x[row, length:] = math.nan
-    tensors = [torch.from_numpy(x).to(device) for x in poisoned]
+    tensors = [torch.from_numpy(x).to(device) for x in (scores, v)]
     launch(function, (len(lengths),), *tensors, rows, means, v.shape[1], block, v.shape[2])
     return means
 
 
 def row_cases(rng: random.Random) -> Iterator[tuple]:
-    lengths_and_offsets = ([1, 0], 0), ([3, 5], 0), ([8, 7], -4), ([9, 6], 300), ([2, 10], 0)
-    for lengths, offset in lengths_and_offsets:
-        shape = len(lengths), 12, 16
-        scores = np.array([rng.uniform(-3, 3) for _ in range(shape[0] * 12)], np.float32)
-        v = np.array([rng.randint(1, 9) for _ in range(math.prod(shape))], np.float32)
-        yield scores.reshape(shape[:2]) + offset, v.reshape(shape), lengths, 4
+    """scores [num_rows, 6] and v [num_rows, 6, 2], NaN beyond the lengths; 4 tokens at a time."""
+    for lengths, offset in ([1], 0), ([0], 0), ([2, 1, 4], 0), ([5], 0), ([5], 300), ([6], -4):
+        scores = np.full((len(lengths), 6), math.nan, np.float32)
+        v = np.full((len(lengths), 6, 2), math.nan, np.float32)
+        for row, length in enumerate(lengths):
+            found = sorted(rng.sample(range(-30, 30), length), reverse=offset < 0)
+            scores[row, :length] = np.array(found) / 10 + offset
+            for token in range(length):
+                v[row, token] = rng.randint(1, 9), rng.randint(1, 9)
+        yield scores, v, lengths, 4
 
 
 def uncorrected_mean(scores, v, lengths, block, *, d_too, acc_too):

@@ -126,9 +126,9 @@ def release_slot(table, slot, free_blocks):
                 table[slot, layer, logical_block] = -1
 
 
-def release_and_look(function: Callable, table, slot, free_blocks) -> list:
+def release_and_look(function: Callable, table, slot, free_blocks) -> dict:
     function(table, slot, free_blocks)
-    return [free_blocks, table]
+    return {"free_blocks": free_blocks, "table": table}
 
 
 def release_cases(rng: random.Random) -> Iterator[tuple]:
