@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import yaml
 from axe_playwright_python.sync_playwright import Axe
 from book_build import ROOT
 from playwright.sync_api import Page
+
+from pagedlab import widgets
 
 pytestmark = pytest.mark.browser
 
@@ -38,6 +42,13 @@ def settle(page: Page, address: str) -> None:
 def test_every_built_page_is_tested(built_site: Path) -> None:
     built = {str(path.relative_to(built_site)) for path in built_site.rglob("*.html")}
     assert {name for name in built if "_static" not in name} == {*PAGES, "index.html"}
+
+
+def test_the_api_page_has_every_widget_with_its_arguments(built_site: Path) -> None:
+    text = re.sub("<[^>]+>", "", (built_site / "book/api.html").read_text())
+    for name in widgets.__all__:
+        first = next(iter(inspect.signature(getattr(widgets, name)).parameters))
+        assert f"pagedlab.widgets.{name}({first}" in text
 
 
 @pytest.mark.parametrize("name", [*PAGES, "index.html"])

@@ -1,5 +1,6 @@
 """What every widget shares: the theme, base.js, and controls linked in the browser."""
 
+import inspect
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -68,6 +69,12 @@ class Panel(ipywidgets.VBox):
         view: the `View`; its traits hold the state, e.g. `panel.view.token = 17`.
         controls: the ipywidgets controls, by the trait they move.
     """
+
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = inspect.signature(cls)  # autodoc would show that of traitlets
 
     def __init__(self, view: View, controls: dict[str, ipywidgets.Widget] | None = None) -> None:
         self.view = view

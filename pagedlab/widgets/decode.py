@@ -47,6 +47,9 @@ class DecodeExplorer(Panel):
         name: prefix in permalinks, when a page has several.
         predict: start with each step's first new block hidden.
         **state: where to start: step, slot, token, layer, section (0 K, 1 V), kv_head, lane.
+
+    >>> DecodeExplorer("decode", step=3).view.data["origin"].split(",")[0]
+    'Recorded on NVIDIA H200'
     """
 
     def __init__(
