@@ -5,6 +5,7 @@ Every public name imports from here; what is heavy is imported when it is first 
 
 import os
 import sys
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -75,8 +76,14 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"pagedlab.{name}")
     if name in _TRITON:
-        module = _TRITON[name]
-        return import_module(module) if stand_in.has_triton() else stand_in.MODULES[module]
+        if not stand_in.has_triton():
+            return stand_in.MODULES[_TRITON[name]]
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            portable = import_module("pagedlab.portable")
+            versions = (import_module(module).__version__ for module in ("triton", "numpy"))
+            if fault := portable.interpreter_fault(*versions):
+                warnings.warn(fault, stacklevel=2)
+        return import_module(_TRITON[name])
     raise AttributeError(f"module 'pagedlab' has no attribute {name!r}")
 
 

@@ -20,6 +20,7 @@ from pagedlab.attention import BACKENDS, paged_attention
 from pagedlab.engine import BlockEvent, Engine, SlotEvent
 from pagedlab.layout import DTYPES, LLAMA_3_2_1B, KVLayout
 from pagedlab.llama import Llama
+from pagedlab.portable import interpreter_fault
 from pagedlab.stand_in import has_triton
 from pagedlab.tokenizer import Tokenizer
 
@@ -194,8 +195,8 @@ def examine_device(triton: str) -> Iterator[Finding]:
         advice = "slow: for steps and tests"
         if device.type == "cuda":
             advice = "slow; unset TRITON_INTERPRET to use the GPU"
-        elif numbers(triton) < (3, 7) and numbers(installed("numpy")) >= (2, 4):
-            advice = "this triton's interpreter needs numpy < 2.4: pip install 'numpy<2.4'"
+        else:
+            advice = interpreter_fault(triton, installed("numpy")) or advice
         yield Finding("kernels", "run in Triton's interpreter, in float32", advice)
     else:
         yield Finding("kernels", "do not run here", "set TRITON_INTERPRET=1 before Python starts")
@@ -207,15 +208,6 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """The major and minor number of a version.
-
-    >>> numbers("3.7.1+git")
-    (3, 7)
-    """
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 # command line

@@ -29,6 +29,29 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_f
 SERVE = "import triton, sys; from pagedlab import portable; portable._serve(*sys.argv[1:])"
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """The major and minor number of a version.
+
+    >>> numbers("3.7.1+git")
+    (3, 7)
+    """
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def interpreter_fault(triton: str, numpy: str) -> str:
+    """Why that Triton's interpreter fails with that numpy, and the cure; empty if it does not.
+
+    >>> interpreter_fault("3.6.0", "2.5.0")
+    "the interpreter of triton 3.6.0 needs numpy < 2.4, got 2.5.0: pip install 'numpy<2.4'"
+    >>> interpreter_fault("3.7.1", "2.5.0")
+    ''
+    """
+    if numbers(triton) >= (3, 7) or numbers(numpy) < (2, 4):
+        return ""
+    wanted = f"the interpreter of triton {triton} needs numpy < 2.4"
+    return f"{wanted}, got {numpy}: pip install 'numpy<2.4'"
+
+
 def bind(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict, dict]:
     """The innermost jit function of `kernel`, its arguments by name, and the launch options.
 

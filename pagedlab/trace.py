@@ -100,6 +100,7 @@ def step(
 
     Raises:
         ValueError: not a Triton kernel, arguments that do not fit, a program outside the grid.
+        RuntimeError: an interpreter that fails with this numpy (triton < 3.7, numpy >= 2.4).
     """
     inner, bound, _ = portable.bind(kernel, args, kwargs)
     import triton.language as tl
@@ -165,6 +166,7 @@ def _copy(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], li
 
 
 def _record(kernel: Any, trace: Trace, arguments: dict[str, Any], max_steps: int) -> Trace:
+    import triton
     from triton.runtime.interpreter import interpreter_builder as builder
 
     tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor)}
@@ -184,6 +186,9 @@ def _record(kernel: Any, trace: Trace, arguments: dict[str, Any], max_steps: int
         cause: BaseException = failure
         while cause.__cause__ is not None:
             cause = cause.__cause__
+        fault = portable.interpreter_fault(triton.__version__, np.__version__)
+        if fault and isinstance(cause, TypeError):  # the kernel may be right
+            raise RuntimeError(fault) from None
         trace.truncated = isinstance(cause, Truncated)
         reason = (str(cause) or type(cause).__name__).splitlines()[0]
         trace.error = None if trace.truncated else f"line {recorder.span[0]}: {reason}"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagedlab import LLAMA_3_2_1B, checkpoint
-from pagedlab.__main__ import main, numbers
+from pagedlab.__main__ import main
 
 torch.set_num_threads(1)
 FRANCE = "What is the capital of France?"
@@ -208,10 +208,6 @@ def test_doctor_knows_the_interpreter_that_numpy_breaks(monkeypatch, capsys, num
 def test_doctor_on_a_cpu_with_compiled_kernels(monkeypatch, capsys):
     pretend(monkeypatch, gpu=None, interpret=False, triton="3.7.1")
     assert "set TRITON_INTERPRET=1" in report(capsys)["kernels"]
-
-
-def test_numbers_of_a_version():
-    assert numbers("10.2.3rc1") == (10, 2)
 
 
 # Errors

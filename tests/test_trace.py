@@ -345,3 +345,17 @@ def test_tracing_overhead_is_reported(capsys):
 def test_step_is_public():
     assert pagedlab.step is step
     assert pagedlab.Trace is Trace
+
+
+def test_an_interpreter_that_numpy_breaks_is_named_with_the_cure(monkeypatch):
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr("numpy.__version__", "2.5.0")
+    with pytest.warns(UserWarning, match=r"^the interpreter of triton 3\.6\.0 needs numpy < 2\.4"):
+        from pagedlab import triton
+
+    @triton.jit
+    def breaks(x_ptr):
+        range(None)
+
+    with pytest.raises(RuntimeError, match=r"got 2\.5\.0: pip install 'numpy<2\.4'$"):
+        step(breaks, (1,), torch.zeros(1))
