@@ -81,6 +81,20 @@ def test_page_has_no_serious_accessibility_violation(
     ]
 
 
+def test_a_dark_page_is_printed_light(new_page: Callable[..., Page], site_url: str) -> None:
+    page = new_page(color_scheme="dark")
+    settle(page, f"{site_url}/book/01_layout.html")
+    page.evaluate(
+        """() => {
+            window.themes = [];
+            const note = () => window.themes.push(document.documentElement.dataset.theme);
+            for (const event of ['beforeprint', 'afterprint']) addEventListener(event, note);
+        }"""
+    )
+    page.pdf()
+    assert page.evaluate("themes") == ["light", "dark"]
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_page_fits_a_phone(new_page: Callable[..., Page], site_url: str, name: str) -> None:
     page = new_page(viewport=PHONE, is_mobile=True, has_touch=True)

@@ -29,3 +29,14 @@
     attributeFilter: ["class"],
   });
 })();
+
+// Paper is light: a dark page is printed in the light theme.
+(() => {
+  const page = document.documentElement;
+  let theme = "";
+  addEventListener("beforeprint", () => {
+    theme = page.dataset.theme;
+    page.dataset.theme = "light";
+  });
+  addEventListener("afterprint", () => (page.dataset.theme = theme));
+})();
