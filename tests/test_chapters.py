@@ -88,11 +88,19 @@ FOREIGN_NAMES = {
         "num_queries_per_kv": "vLLM",
         "query_start_loc": "vLLM",
         "slot_mapping": "vLLM",
+        "free_block_queue": "vLLM",
         "block_table": "vLLM",
         "BLOCK_": "a prefix",
     },
     "teaching": dict.fromkeys(
-        ["make book", "make notebooks", "python tools/run_cells.py", "_build/html"], "a shell's"
+        [
+            "make book",
+            "make notebooks",
+            "python tools/run_cells.py",
+            "--out results.json",
+            "_build/html",
+        ],
+        "a shell's",
     ),
     "10_ledger": {"two_warps.cu": "CUDA C++", "python tools/record.py ledger": "a shell's"},
     "08_real_model": {"<|im_start|>": "the demo model's tokens", "<|im_end|>": "the same"},
@@ -101,8 +109,8 @@ FOREIGN_NAMES = {
 QUOTED_NUMBERS = {
     "05_reduction": {"1024": "exercise 5.3: as many warps as one warp can add up, 32 times 32"},
     "intro": {
-        "20": "Kwon et al. 2023, section 1",
-        "38": "Kwon et al. 2023, section 1",
+        "20.4": "Kwon et al. 2023, section 1 and figure 2",
+        "38.2": "Kwon et al. 2023, section 1 and figure 2",
         "135": "the demo model's name, SmolLM2-135M",
     },
 }
