@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from pagedlab import checkpoint
 from pagedlab.attention import attention_plan, paged_attention
 from pagedlab.block_table import BlockTable
 from pagedlab.checkpoint import LlamaConfig
 from pagedlab.kv_cache import PagedKVCache
-from pagedlab.layout import KVLayout, expect
+from pagedlab.layout import KVLayout, expect, expect_in_range
 
 Device = torch.device | str
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attended values
+Part = tuple[Tensor, int, int, bool]  # of a prompt: ids, slot, first position, whether it ends
+CHUNK_SIZE = 2048  # tokens of a prefill that go through the model at a time
 
 
 class Layer(NamedTuple):
@@ -161,44 +164,56 @@ class Llama:
         slots: Sequence[int],
         *,
         starts: Sequence[int] | None = None,
+        chunk_size: int = CHUNK_SIZE,
     ) -> Tensor:
         """Run several prompts, each in its slot, side by side; otherwise as `prefill`.
+
+        Args:
+            chunk_size: tokens that go through the model at a time; a prompt that does not fit is
+                cut, and its later parts read the earlier ones' K and V from their blocks.
 
         Returns:
             float32 [num_prompts, vocab_size], the logits after each prompt's last token.
         """
+        chunk_size = expect_in_range("chunk_size", chunk_size, start=1)
+        chunks: list[list[Part]] = [[]]
+        room, rest = chunk_size, [self._token_ids(ids) for ids in prompts]
         starts = [0] * len(prompts) if starts is None else starts
-        chunks = [self._token_ids(ids) for ids in prompts]
-        positions, masks = [], []
-        for tokens, start in zip(chunks, starts, strict=True):
-            room, end = self.config.max_seq_len - start, start + len(tokens)
-            fits = 1 <= len(tokens) <= room
-            expect(fits, "ids", f"1 to {room} tokens at position {start}", len(tokens))
-            positions.append(torch.arange(start, end, device=self.device))
-            mask = None  # from position 0 on, is_causal says it
-            if start > 0:  # later chunks also see what is before
-                mask = torch.ones(len(tokens), end, dtype=torch.bool).tril(start).to(self.device)
-            masks.append(mask)
-        lengths = [len(tokens) for tokens in chunks]
+        for ids, slot, start in zip(rest, slots, starts, strict=True):
+            most = self.config.max_seq_len - start
+            wanted = f"1 to {most} tokens at position {start}"
+            expect(1 <= len(ids) <= most, "ids", wanted, len(ids))
+            while len(ids):
+                if room == 0:
+                    chunks, room = [*chunks, []], chunk_size
+                num_tokens = min(len(ids), room)
+                chunks[-1].append((ids[:room], slot, start, num_tokens == len(ids)))
+                ids, start, room = ids[room:], start + num_tokens, room - num_tokens
+        return torch.cat([self._prefill(chunk, cache, table) for chunk in chunks])
+
+    def _prefill(self, chunk: list[Part], cache: PagedKVCache, table: BlockTable) -> Tensor:
+        """Run parts of prompts; the logits of those that end here, float32 [num, vocab_size]."""
+        ids, slots, starts, ends = zip(*chunk, strict=True)
+        lengths = [len(tokens) for tokens in ids]
 
         def attend(layer: int, *heads: Tensor) -> Tensor:
-            parts = zip(*(x.split(lengths) for x in heads), slots, starts, masks, strict=True)
-            return torch.cat([attend_one(layer, *part) for part in parts])
+            attended = []
+            rows = zip(slots, starts, *(x.split(lengths) for x in heads), strict=True)
+            for slot, start, q, k, v in rows:
+                cache.write(k, v, table, slot, layer, start)
+                if start > 0:
+                    k, v = cache.gather(table, slot, layer, start + len(q))
+                causal = causal_lower_right(len(q), len(k))
+                # scaled_dot_product_attention takes [batch, heads, num_tokens, head_dim]
+                q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+                out = F.scaled_dot_product_attention(q, k, v, causal, enable_gqa=True)
+                attended.append(out[0].transpose(0, 1))
+            return torch.cat(attended)
 
-        def attend_one(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, slot: int, start: int, mask: Tensor | None
-        ) -> Tensor:
-            cache.write(k, v, table, slot, layer, start)
-            if start > 0:
-                k, v = cache.gather(table, slot, layer, start + len(q))
-            # scaled_dot_product_attention takes [batch, heads, num_tokens, head_dim]
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            whole = mask is None
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=True)
-            return out[0].transpose(0, 1)
-
-        x = self._decoder(torch.cat(chunks), torch.cat(positions), attend)
-        return self._logits(x[torch.tensor(lengths).cumsum(0) - 1])
+        positions = [torch.arange(n) + start for n, start in zip(lengths, starts, strict=True)]
+        x = self._decoder(torch.cat(ids), torch.cat(positions).to(self.device), attend)
+        last = torch.tensor(lengths).cumsum(0) - 1
+        return self._logits(x[last[torch.tensor(ends)]])
 
     @torch.no_grad()
     def decode(

@@ -1,5 +1,6 @@
 """The decoder against transformers, and its promises about blocks, batches and bad input."""
 
+import dataclasses
 from itertools import product
 
 import pytest
@@ -274,3 +275,44 @@ def test_prompts_side_by_side_get_the_logits_they_get_alone():
     for row, (ids, slot) in enumerate(zip(prompts, [2, 0, 1], strict=True)):
         torch.testing.assert_close(logits[row], model.prefill(ids, alone, table, slot))
     torch.testing.assert_close(together.buffer, alone.buffer, equal_nan=True)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 15, 16, 17, 40, 2048])
+def test_prompts_cut_into_chunks_get_the_logits_of_the_whole(chunk_size):
+    """Of prompts side by side; a chunk may hold the end of one and the beginning of the next."""
+    model = Llama.random(SMALL, seed=3)
+    prompts = [random_ids(SMALL.vocab_size, length, seed=length) for length in (33, 1, 16, 15)]
+    whole, table = paged(model, num_slots=4)
+    chunked, _ = paged(model, num_slots=4)
+    slots = [2, 0, 3, 1]
+    rows = zip(prompts, slots, strict=True)
+    expected = [model.prefill(ids, whole, table, slot) for ids, slot in rows]
+    logits = model.prefill_batch(prompts, chunked, table, slots, chunk_size=chunk_size)
+    torch.testing.assert_close(logits, torch.stack(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(chunked.buffer, whole.buffer, atol=1e-5, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("length", [2047, 2048, 2049])
+def test_no_more_than_2048_tokens_go_through_the_model_at_a_time(monkeypatch, length):
+    model = Llama.random(dataclasses.replace(SMALL, num_layers=1, max_seq_len=2100))
+    sizes, decoder = [], model._decoder
+    monkeypatch.setattr(model, "_decoder", lambda *a: (sizes.append(len(a[0])), decoder(*a))[1])
+    heads = []
+    monkeypatch.setattr(
+        model, "_logits", lambda x: (heads.append(len(x)), Llama._logits(model, x))[1]
+    )
+    ids = random_ids(SMALL.vocab_size, length, seed=0)
+    sizes_wanted = [min(length, 2048)] + [1] * (length > 2048)
+    cache, table = paged(model, 1, 2100)
+    logits = model.prefill(ids, cache, table, 0)
+    assert sizes == sizes_wanted
+    assert sum(heads) == 1, "only the last token has logits"
+    cache, table = paged(model, 1, 2100)
+    whole = model.prefill_batch([ids], cache, table, [0], chunk_size=4096)[0]
+    torch.testing.assert_close(logits, whole, atol=1e-5, rtol=0)
+
+
+def test_a_chunk_has_a_token_at_least():
+    model = Llama.random(SMALL)
+    with pytest.raises(ValueError, match="chunk_size: expected chunk_size >= 1, got 0"):
+        model.prefill_batch([[1]], *paged(model), [0], chunk_size=0)
