@@ -50,6 +50,9 @@ class Engine:
         events: a list that gets the BlockEvents, SlotEvents and TokenEvents, in order. Step 1 is
             the first; an event between two steps bears the earlier one's number.
         on_token: called as on_token(request, token) for each token, at the end of its step.
+        graphs: decode by replaying CUDA graphs of fused kernels (DecodeGraph), for a model on a
+            CUDA device and the package's attention. Takes some seconds to begin; a sequence gets
+            its next block one token earlier.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -82,6 +85,7 @@ class Engine:
         attention: Callable[..., torch.Tensor] = paged_attention,
         events: list | None = None,
         on_token: Callable[[Request, int], object] | None = None,
+        graphs: bool = False,
     ) -> None:
         self.model, self.attention, self.on_token = model, attention, on_token
         num_layers, limit = model.config.num_layers, model.config.max_seq_len
@@ -105,6 +109,14 @@ class Engine:
         self.max_seq_len = min(max_seq_len, table.max_blocks_per_seq * layout.block_size)
         self.scheduler = Scheduler(self.pool, table, layout.block_size, events)
         self.num_submitted = 0
+        self.graph = None
+        if graphs:
+            fits = model.device.type == "cuda" and attention is paged_attention
+            expect(fits, "graphs", "a CUDA device and no attention of your own", model.device)
+            from pagedlab.decode_graph import DecodeGraph  # needs Triton
+
+            self.graph = DecodeGraph(model, self.cache, table)
+            self.scheduler.ahead = 1
 
     def submit(
         self,
@@ -159,8 +171,7 @@ class Engine:
         if not running:
             return []
         positions = [request.num_tokens for request in running]
-        logits = self._logits(running)
-        token_ids = sample(logits, [request.sampling for request in running], positions).tolist()
+        token_ids = self._choose(running)
         chosen = []
         for request, position, token in zip(running, positions, token_ids, strict=True):
             if token != INVALID:
@@ -218,12 +229,12 @@ class Engine:
         expect(len(set(blocks)) == len(blocks) == self.num_blocks, "blocks", wanted, blocks)
 
     @torch.inference_mode()
-    def _logits(self, running: list[Request]) -> torch.Tensor:
-        """Logits after each request's last token, float32 [num_running, vocab_size]."""
+    def _choose(self, running: list[Request]) -> list[int]:
+        """A token for each request, INVALID where its logits are no numbers."""
         model, cache, table = self.model, self.cache, self.table
         decoding = [request for request in running if request.num_cached]
         logits: list[torch.Tensor] = []
-        if decoding:
+        if decoding and self.graph is None:
             last = [request.tokens[-1] for request in decoding]
             lengths, slots = zip(*((r.num_tokens, r.slot) for r in decoding), strict=True)
             rows = torch.tensor([lengths, slots], dtype=torch.int32, device=model.device)
@@ -232,7 +243,15 @@ class Engine:
             prompts = [request.prompt + request.tokens for request in admitted]
             new_slots = [request.slot for request in admitted]
             logits += model.prefill_batch(prompts, cache, table, new_slots)
-        return torch.stack(logits)
+        chosen = []
+        if logits:
+            pairs = ((r.sampling, r.num_tokens) for r in running[-len(logits) :])
+            chosen.append(sample(torch.stack(logits), *zip(*pairs, strict=True)))
+        if self.graph is None:
+            return chosen[0].tolist()
+        ends = [min(len(r.prompt) + r.max_new_tokens, self.max_seq_len) for r in decoding]
+        go_on = all(r.num_tokens + 1 < end for r, end in zip(decoding, ends, strict=True))
+        return self.graph.choose(decoding, chosen, go_on and not admitted)
 
     def _finish_reason(self, request: Request, token: int) -> str | None:
         if token == INVALID:

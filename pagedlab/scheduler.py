@@ -96,6 +96,7 @@ class Scheduler:
         self, pool: BlockPool, table: BlockTable, block_size: int, events: list | None = None
     ) -> None:
         self.pool, self.table, self.block_size, self.events = pool, table, block_size, events
+        self.ahead = 0  # tokens beyond its own for which a request owns blocks
         self.step = 0  # number of the step in progress, or of the last one
         self.queue: deque[Request] = deque()
         self.slots: list[Request | None] = [None] * table.num_slots
@@ -143,11 +144,12 @@ class Scheduler:
 
     def fits(self, request: Request) -> bool:
         """Whether the pool has the blocks that all of a request's tokens still need."""
-        num_logical_blocks = -(-request.num_tokens // self.block_size) - request.num_blocks
+        num_tokens = request.num_tokens + self.ahead
+        num_logical_blocks = -(-num_tokens // self.block_size) - request.num_blocks
         return num_logical_blocks * self.table.num_layers <= self.pool.num_free
 
     def _grow(self, request: Request) -> None:
-        while request.num_blocks * self.block_size < request.num_tokens:
+        while request.num_blocks * self.block_size < request.num_tokens + self.ahead:
             blocks = self.pool.allocate(self.table.num_layers)
             try:
                 self.table.assign_layers(request.slot, request.num_blocks, blocks)

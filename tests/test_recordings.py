@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +64,18 @@ def test_a_changed_kernel_marks_a_recording_outdated(recording, monkeypatch, tmp
     assert "outdated" in recording.describe()
     first = recordings.kernel_hash()
     (tmp_path / "kernels/by_token.py").write_text("another kernel")
-    assert recordings.kernel_hash() != first
+    second = recordings.kernel_hash()
+    assert second != first
+    for name in recordings.GRAPH_KERNELS:  # a run without CUDA graphs has nothing of them
+        before = recordings.kernel_hash(graphs=True)
+        (tmp_path / "kernels" / name).write_text("a kernel")
+        assert recordings.kernel_hash(graphs=True) != before
+    assert recordings.kernel_hash() == second
+
+
+def test_the_kernels_of_graphs_are_there():
+    kernels = Path(recordings.__file__).parent / "kernels"
+    assert all((kernels / name).is_file() for name in recordings.GRAPH_KERNELS)
 
 
 @pytest.mark.parametrize(
