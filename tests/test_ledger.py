@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import record
 import torch
 
 from pagedlab import ledger, recordings
@@ -134,6 +135,21 @@ def test_a_gpu_recording_has_what_only_a_gpu_shows(recording):
     assert copied["per_layer, us a token"] > copied["changed_entries, us a token"]
 
 
+def test_recording_says_what_to_look_at(cpu_file):
+    findings = json.loads(cpu_file.read_text())["data"]["findings"]
+    counts = f"{len(ledger.CLAIMS)} claims, {len(MUTANTS)} mutants"
+    assert record.ledger_lines(findings) == [f"{counts}, 0 to look at"]
+    findings["lifo"] |= {"stands": False, "problem": "first handed out: [0]"}
+    findings["barriers"]["evidence"]["racecheck"] = "not run: no nvcc here"
+    findings["release"]["mutants"]["entries stay"] = ""
+    assert sorted(record.ledger_lines(findings)) == [
+        f"{counts}, 3 to look at",
+        "barriers: not run: no nvcc here",
+        "lifo: refuted: first handed out: [0]",
+        "release: passes with a mistake: entries stay",
+    ]
+
+
 def test_the_ledger_shows_every_claim_with_and_without_a_gpu(recording):
     findings = [ledger.Finding(claim, "cpu", True, {"n": 4096}) for claim in ledger.CLAIMS.values()]
     for gpu in (None, recording):
@@ -239,12 +255,19 @@ def test_racecheck_reports_are_read():
         cuda.parse_racecheck("Killed\n")
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+@pytest.mark.skipif(cuda.find_tool("nvcc") is None, reason="no nvcc here")
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_two_warps_compiles_and_has_one_barrier_more_where_it_says(tmp_path, arch):
     program = cuda.build("two_warps", tmp_path, arch)
     ptx = tmp_path / "two_warps.ptx"
-    command = ["nvcc", f"-arch={arch}", "-ptx", "-o", ptx, cuda.FOLDER / "two_warps.cu"]
+    command = [
+        cuda.find_tool("nvcc"),
+        f"-arch={arch}",
+        "-ptx",
+        "-o",
+        ptx,
+        cuda.FOLDER / "two_warps.cu",
+    ]
     subprocess.run(command, check=True)
     entries = ptx.read_text().split(".visible .entry ")[1:]
     barriers = {}
@@ -260,7 +283,7 @@ def test_two_warps_compiles_and_has_one_barrier_more_where_it_says(tmp_path, arc
 
 
 def test_arguments_that_two_warps_does_not_take_are_refused(tmp_path):
-    if shutil.which("nvcc") is None:
+    if cuda.find_tool("nvcc") is None:
         pytest.skip("no nvcc here")
     program = cuda.build("two_warps", tmp_path, "sm_90")
     for arguments in ((64, 2), (32, 2, 10, 1)):
@@ -269,11 +292,11 @@ def test_arguments_that_two_warps_does_not_take_are_refused(tmp_path):
 
 
 def test_missing_tools_are_named(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
     assert cuda.missing_tools("nvcc", "compute-sanitizer") == (
         "not run: no nvcc and no compute-sanitizer here"
     )
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(shutil, "which", lambda name, path: "/usr/bin/" + name)
     assert cuda.missing_tools("nvcc") == ""
 
 

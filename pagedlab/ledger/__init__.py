@@ -39,6 +39,7 @@ COLOURS = {
     "wrong": "#d55e00",
     "silent": "#0072b2",
 }
+CELL = "text-align:left;vertical-align:top;padding:.4em .6em;border-top:1px solid #80808055"
 NOT_RECORDED = "Not yet recorded on a GPU."
 
 
@@ -118,19 +119,20 @@ class Ledger:
     def _repr_html_(self) -> str:
         heads = ["the article says", "verdict", "shown here"] + ["on a GPU"] * bool(self.gpu)
         rows = "".join(self._row(finding) for finding in self)
-        head = "".join(f'<th style="text-align:left">{name}</th>' for name in heads)
+        head = "".join(f'<th style="{CELL}">{name}</th>' for name in heads)
         return (
-            '<div class="pagedlab-ledger" tabindex="0" style="overflow-x:auto"><table>'
+            '<div class="pagedlab-ledger" tabindex="0" style="overflow-x:auto">'
+            f'<table style="min-width:{14 * len(heads)}em;font-size:.875em">'
             f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{rows}</tbody></table></div>"
         )
 
     def _row(self, finding: Finding) -> str:
-        claim, cell = finding.claim, '<td style="text-align:left;vertical-align:top;{}">{}</td>'
+        claim, cell = finding.claim, f'<td style="{CELL};{{}}">{{}}</td>'
         verdict = f"<b>{claim.verdict}</b><br>{escape(claim.found)}"
         says = f"<code>{claim.id}</code> ({escape(claim.where)})<br>{escape(claim.says)}"
         shown = ("" if finding else "✗ ") + escape(finding.shown)
-        border = f"border-left:4px solid {COLOURS[claim.verdict]};padding-left:.5em"
+        border = f"border-left:4px solid {COLOURS[claim.verdict]}"
         texts = [("", says), (border, verdict), ("", shown)]
         if self.gpu is not None:
             texts.append(("", escape(self.gpu_answer(claim.id))))

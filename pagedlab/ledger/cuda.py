@@ -1,6 +1,7 @@
 """CUDA programs of this folder: compiled with nvcc, run, and watched by compute-sanitizer."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 NOT_RUN = "not run: "  # begins what is said in place of evidence
+TOOLKIT = "/usr/local/cuda/bin"  # where the CUDA toolkit's tools are if PATH does not have them
 
 
 class Hazards(NamedTuple):
@@ -22,8 +24,13 @@ class Hazards(NamedTuple):
 
 def missing_tools(*names: str) -> str:
     """Why a CUDA program cannot be built or watched here, or ""."""
-    missing = [name for name in names if shutil.which(name) is None]
+    missing = [name for name in names if find_tool(name) is None]
     return f"{NOT_RUN}no {' and no '.join(missing)} here" if missing else ""
+
+
+def find_tool(name: str) -> str | None:
+    """The path of a tool of the CUDA toolkit, or None."""
+    return shutil.which(name, path=os.environ.get("PATH", "") + os.pathsep + TOOLKIT)
 
 
 def build(name: str, folder: Path, arch: str = "native") -> Path:
@@ -34,7 +41,14 @@ def build(name: str, folder: Path, arch: str = "native") -> Path:
     """
     program = folder / name
     source = str(FOLDER / f"{name}.cu")
-    command = ["nvcc", f"-arch={arch}", "-lineinfo", "-o", str(program), source]
+    command = [
+        find_tool("nvcc") or "nvcc",
+        f"-arch={arch}",
+        "-lineinfo",
+        "-o",
+        str(program),
+        source,
+    ]
     _run(command, f"{name}.cu")
     return program
 
@@ -55,7 +69,8 @@ def racecheck(program: Path, *arguments: object) -> Hazards:
     Raises:
         RuntimeError: the program failed, or there is no summary.
     """
-    command = ["compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "all"]
+    sanitizer = find_tool("compute-sanitizer") or "compute-sanitizer"
+    command = [sanitizer, "--tool", "racecheck", "--racecheck-report", "analysis"]
     out = _run([*command, str(program), *map(str, arguments)], "racecheck", may_fail=True)
     return parse_racecheck(out)
 
