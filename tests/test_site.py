@@ -44,6 +44,13 @@ def test_every_built_page_is_tested(built_site: Path) -> None:
     assert {name for name in built if "_static" not in name} == {*PAGES, "index.html"}
 
 
+def test_pages_are_light(built_site: Path) -> None:
+    sizes = {name: (built_site / name).stat().st_size for name in PAGES}
+    heaviest = max(sizes, key=sizes.__getitem__)
+    print(f"heaviest page: {heaviest}, {sizes[heaviest]:,} bytes with its widgets' data")
+    assert sizes[heaviest] < 1_500_000
+
+
 def test_the_api_page_has_every_widget_with_its_arguments(built_site: Path) -> None:
     text = re.sub("<[^>]+>", "", (built_site / "book/api.html").read_text())
     for name in widgets.__all__:
