@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
 import os
+import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +67,12 @@ def built_site(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFac
     site = book / "_build/html"
     with FileLock(shared / "build.lock"):
         if not log.exists():
-            done = build_book(copy_checkout(book))
+            copy_checkout(book)
+            start, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+            done = build_book(book)
+            wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+            (shared / "build.json").write_text(json.dumps({"seconds": wall, "cpu_seconds": cpu}))
             log.write_text(done.stdout + f"\nexit status {done.returncode}\n")
     if not log.read_text().endswith("\nexit status 0\n"):
         pytest.fail(f"the book does not build:\n{log.read_text()[-4000:]}")

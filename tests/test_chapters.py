@@ -9,6 +9,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import json
 import keyword
 import math
 import pickle
@@ -37,8 +38,7 @@ CHAPTERS = sorted(BOOK.glob("[0-9][0-9]_*.md"))
 PAGES = [*CHAPTERS, *(BOOK / f"{name}.md" for name in ("intro", "glossary", "teaching"))]
 MIN_WORDS, MAX_WORDS = 1200, 2000
 MIN_CELLS, MAX_CELLS, MAX_CELL_LINES, MAX_LINE = 8, 24, 25, 80
-MAX_SECONDS = 8 * 60  # of the whole book, on two quiet cores
-SLACK = 3  # other tests run beside the build
+MAX_SECONDS = 8 * 60  # to build the whole book
 
 # What each chapter develops; README has a line per module.
 MODULES = {
@@ -321,11 +321,13 @@ def test_the_exercise_that_the_teachers_page_adds_works() -> None:
     namespace = {"np": np, "Exercise": Exercise, "Confusion": Confusion}
     exec(code, namespace)
     exercise: Any = namespace["EXERCISE"]
-    cases = list(exercise.cases(random.Random(1)))
-    expected = [exercise.solution(*case) for case in cases]
     assert len({confusion.idea for confusion in exercise.confusions}) >= 4
-    for confusion in exercise.confusions:
-        assert [confusion.function(*case) for case in cases] != expected, confusion.idea
+    for seed in range(100):
+        cases = list(exercise.cases(random.Random(seed)))
+        answers = {str([exercise.solution(*case) for case in cases])}
+        for confusion in exercise.confusions:
+            answers.add(str([confusion.function(*case) for case in cases]))
+        assert len(answers) == 1 + len(exercise.confusions), seed
 
 
 def test_there_are_enough_exercises() -> None:
@@ -424,14 +426,17 @@ def test_the_title_page_lists_every_chapter() -> None:
 
 @pytest.mark.browser
 def test_the_book_builds_in_minutes(built_site: Path) -> None:
+    """Chapters run one after another, so on two quiet cores the build takes no longer than the
+    processor time that it and its kernels use; and that hardly depends on what runs beside it."""
     environment = built_site.parent / ".doctrees/environment.pickle"
-    if not environment.exists():
-        pytest.skip("--site names a build whose .doctrees are not beside it")
+    build = built_site.parents[2] / "build.json"
+    if not build.exists():
+        pytest.skip("--site names a build made elsewhere")
+    took = json.loads(build.read_text("utf-8"))
     metadata = pickle.loads(environment.read_bytes()).nb_metadata
     done = {name: data["exec_data"] for name, data in metadata.items() if "exec_data" in data}
-    seconds = {name: data["runtime"] for name, data in done.items()}
-    for name, runtime in seconds.items():
-        print(f"\n{name}: {runtime:.0f} s", end="")
-    print(f"\nall cells: {sum(seconds.values()):.0f} s")
-    assert {f"book/{path.stem}" for path in CHAPTERS} <= set(seconds)
-    assert sum(seconds.values()) < SLACK * MAX_SECONDS
+    for name, data in sorted(done.items()):
+        print(f"\n{name}: {data['runtime']:.0f} s", end="")
+    print("\nthe book: {seconds:.0f} s, of the processor {cpu_seconds:.0f} s".format(**took))
+    assert {f"book/{path.stem}" for path in CHAPTERS} <= set(done)
+    assert took["cpu_seconds"] < MAX_SECONDS
