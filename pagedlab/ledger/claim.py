@@ -164,7 +164,7 @@ def mutant(kernel: Any, before: str, after: str) -> Any:
     file = f"<mutant {next(_numbers)} of {kernel.fn.__name__}>"
     lines = source.splitlines(keepends=True)
     linecache.cache[file] = (len(source), None, lines, file)
-    names = dict(kernel.fn.__globals__)
+    names = kernel.fn.__globals__ | {"__name__": f"mutants.{kernel.fn.__name__}"}
     exec(compile(source, file, "exec"), names)
     fixed = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get(
         "do_not_specialize"
