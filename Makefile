@@ -31,7 +31,7 @@ bench: $(READY) browser  ## measure engine, widgets and waste on this machine; k
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/widgets.py
 	$(BIN)/python benchmarks/waste.py
-	@! nvidia-smi -L >/dev/null 2>&1 || for name in attention ceilings copies; \
+	@! nvidia-smi -L >/dev/null 2>&1 || for name in attention ceilings copies decode_ops engine; \
 		do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 record: $(READY)  ## record the decode shown in the book; needs an NVIDIA GPU

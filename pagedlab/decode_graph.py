@@ -33,7 +33,7 @@ class DecodeGraph:
     def __init__(self, model: Llama, cache: PagedKVCache, table: BlockTable) -> None:
         self.model, self.cache, self.table = model, cache, table
         num_rows = -(-table.num_slots // 4) * 4  # each column begins at a multiple of 16 bytes
-        self.host = torch.zeros(7, num_rows, dtype=torch.int32).pin_memory()
+        self.host = torch.zeros(6, num_rows, dtype=torch.int32).pin_memory()
         self.device = self.host.to(model.device, copy=True)
         self.chosen = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
         self.arrived = torch.cuda.Event()
@@ -79,7 +79,7 @@ class DecodeGraph:
 
     def _launch(self, requests: list[Request]) -> None:
         self.requests = requests
-        rows = ((*r.sampling[::3], r.tokens[-1], r.num_tokens, r.slot) for r in requests)
+        rows = ((*r.sampling[::-3], r.tokens[-1], r.num_tokens, r.slot) for r in requests)
         self.host.zero_()
         for column, values in zip(columns(self.host), zip(*rows, strict=True), strict=True):
             column.numpy()[: len(requests)] = values
@@ -102,9 +102,7 @@ class DecodeGraph:
     def _step(self, num_rows: int) -> Tensor:
         """Launch the kernels of one step; returns its logits [num_rows, vocab_size]."""
         model, cache, table = self.model, self.cache, self.table
-        temperatures, seeds, tokens, seq_lens, slots = (
-            column[:num_rows] for column in columns(self.device)
-        )
+        seeds, temperatures, tokens, seq_lens, slots = (x[:num_rows] for x in columns(self.device))
         linear = partial(decode_ops.linear, eps=model.config.rms_norm_eps)
         plan = attention_plan(seq_lens, slots, table, cache)
         attend = partial(paged_attention, backend="triton", plan=plan)
@@ -123,10 +121,9 @@ class DecodeGraph:
 
 
 def columns(rows: Tensor) -> tuple[Tensor, ...]:
-    """Temperatures (float64), seeds (int64), tokens, lengths, slots: views of int32 [7, num_rows].
+    """Seeds (int64), temperatures (float32), tokens, lengths, slots: views of int32 [6, num_rows].
 
-    >>> [column.dtype.itemsize for column in columns(torch.zeros(7, 3, dtype=torch.int32))]
-    [8, 8, 4, 4, 4]
+    >>> [column.dtype.itemsize for column in columns(torch.zeros(6, 3, dtype=torch.int32))]
+    [8, 4, 4, 4, 4]
     """
-    temperatures, seeds = rows[0:2].flatten(), rows[2:4].flatten()
-    return temperatures.view(torch.float64), seeds.view(torch.int64), *rows[4:]
+    return rows[:2].flatten().view(torch.int64), rows[2].view(torch.float32), *rows[3:]

@@ -152,7 +152,7 @@ def test_rope_append_writes_nothing_for_a_row_that_does_not_fit(what):
 def choose_tokens(logits, settings, positions):
     """What choose writes, and that it readies the next step."""
     temperatures, *_, seeds = zip(*settings, strict=True)
-    temperatures = torch.tensor(temperatures, dtype=torch.float64)
+    temperatures = torch.tensor(temperatures)
     chosen = torch.full((len(logits),), -7)
     inputs = torch.full((len(logits),), -7, dtype=torch.int32)
     seq_lens = torch.tensor(positions, dtype=torch.int32)
@@ -225,7 +225,7 @@ def launches(dtype):
     cache = empty(2**20, dtype=dtype, device="meta")
     qkv = empty(64, 3072, dtype=dtype, device="meta")
     logits = empty(64, 128256, dtype=dtype, device="meta")
-    temperatures = empty(64, dtype=torch.float64, device="meta")
+    temperatures = empty(64, device="meta")
     seeds = empty(64, dtype=torch.int64, device="meta")
     yield (
         "score",

@@ -3,14 +3,17 @@
 PYTHONPATH=.:tests python -m pytest --noconftest -m gpu tests/test_gpu.py
 """
 
+import random
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from batches import TOLERANCE, make_batch
 
 from pagedlab import (
     BlockTable,
+    Engine,
     KVLayout,
     Llama,
     LlamaConfig,
@@ -20,7 +23,11 @@ from pagedlab import (
 )
 from pagedlab.attention import KERNELS
 from pagedlab.block_table import SYNC_POLICIES
+from pagedlab.kernels import decode_ops
+from pagedlab.kernels.choose import choose
+from pagedlab.llama import rope_rotation, rotate
 from pagedlab.reference import gathered_attention
+from pagedlab.sampling import Sampling, sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -314,3 +321,207 @@ def test_both_backends_decode_the_same_text():
             if texts["triton"][step][row] != texts["torch"][step][row]:
                 assert gaps["torch"][step][row] < 1e-3
                 break
+
+
+def random_on_gpu(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def assert_close(out, exact):
+    error = (out.double() - exact).norm() / exact.norm()
+    assert error < max(1e-5, NORM_TOLERANCE[out.dtype]), f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 64])
+@pytest.mark.parametrize(("num_columns", "num_outputs"), [(2048, 3072), (8192, 2048), (576, 1536)])
+@pytest.mark.parametrize("what", ["plain", "norm", "norm and gate", "add"])
+def test_linear_is_right_and_every_output_is_written(
+    dtype, num_rows, num_columns, num_outputs, what
+):
+    """Chained calls, each with what the one before wrote, since kernels start early."""
+    gated = "gate" in what
+    weight = random_on_gpu((1 + gated) * num_outputs, num_columns, dtype=dtype) / num_columns**0.5
+    norm = random_on_gpu(num_columns, dtype=dtype) if "norm" in what else None
+    for turn in range(8):
+        x = random_on_gpu(num_rows, num_columns, dtype=dtype, seed=turn)
+        add_to = random_on_gpu(num_rows, num_outputs, dtype=dtype) if what == "add" else None
+        exact = x.double()
+        if norm is not None:
+            exact = F.rms_norm(exact, (num_columns,), norm.double(), 1e-5)
+        exact = exact @ weight.double().t()
+        if gated:
+            gate, up = exact.chunk(2, dim=1)
+            exact = F.silu(gate) * up
+        if add_to is not None:
+            exact = exact + add_to
+        torch.full((num_rows, num_outputs), NAN, dtype=dtype, device="cuda")  # what out may get
+        out = decode_ops.linear(x, weight, norm=norm, eps=1e-5, gated=gated, add_to=add_to)
+        assert_close(out, exact)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+def test_rope_append_is_rotate_and_append(dtype, head_dim):
+    layout = KVLayout(16, 3, head_dim, dtype)
+    fused, plain = (cuda_batch(layout, LENGTHS, 9) for _ in range(2))
+    qkv = random_on_gpu(len(LENGTHS), 15 * head_dim, dtype=dtype)
+    frequencies = torch.logspace(0, -4, head_dim // 2, device="cuda")
+    capacity = fused.table.max_blocks_per_seq * 16
+    rope = rope_rotation(torch.arange(capacity, device="cuda"), frequencies)
+    rows = (fused.table.device, fused.seq_lens, fused.active_slots, 1, layout)
+    fused.table.sync()
+    q = decode_ops.rope_append(qkv, rope, fused.cache.buffer, *rows)
+    heads = qkv.view(len(LENGTHS), 15, head_dim)
+    cos, sin = rope_rotation(plain.seq_lens - 1, frequencies)
+    rotated, v = rotate(heads[:, :12], cos, sin), heads[:, 12:]
+    plain.cache.append(rotated[:, 9:], v, plain.table, plain.seq_lens, plain.active_slots, 1)
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "equal_nan": True}
+    alive = [row for row, length in enumerate(LENGTHS) if length]
+    torch.testing.assert_close(q[alive], rotated[alive, :9], **tolerance)
+    torch.testing.assert_close(fused.cache.buffer, plain.cache.buffer, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_choose_takes_the_tokens_that_sample_takes_on_a_cpu(dtype):
+    logits = 3 * random_on_gpu(64, 128256, dtype=dtype)
+    logits[3, 70_000], logits[4, 128_255], logits[5] = NAN, torch.inf, -torch.inf
+    settings = [Sampling(0.4 * (i % 4), seed=2**63 - 1 - i**9 if i % 2 else i) for i in range(64)]
+    positions = [2**16 * i + 1 for i in range(64)]
+    temperatures, _, _, seeds = (
+        torch.tensor(x, device="cuda") for x in zip(*settings, strict=True)
+    )
+    chosen = torch.full((64,), -7, device="cuda")
+    rows = [torch.tensor(positions, dtype=torch.int32, device="cuda") for _ in range(2)]
+    choose(logits, temperatures, seeds, chosen, rows)
+    expected = sample(logits.cpu().float(), settings, positions)
+    assert expected.tolist().count(-1) == 3
+    assert chosen.tolist() == expected.tolist()
+    assert rows[0].tolist() == expected.clamp(min=0).tolist()
+    assert rows[1].tolist() == [position + 1 for position in positions]
+
+
+MIDDLE = LlamaConfig(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=4,
+    num_q_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    vocab_size=3001,
+    max_seq_len=2400,
+)
+
+
+def texts(model, prompts, num_tokens, settings, num_slots, num_blocks=None, **options):
+    engine = Engine(model, num_slots, num_blocks, max_seq_len=400, **options)
+    requests = [
+        engine.submit(ids, num_tokens + i % 5, **settings[i % len(settings)])
+        for i, ids in enumerate(prompts)
+    ]
+    while engine.scheduler.queue or engine.scheduler.running:
+        engine.step()
+        engine.check_integrity()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    return [request.tokens for request in requests]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 24])
+def test_graphs_say_what_the_eager_engine_says_of_each_request_alone(num_slots):
+    """Float32; greedy, drawn and filtered; so few blocks that requests are preempted."""
+    model = Llama.random(MIDDLE, device="cuda", dtype=torch.float32)
+    prompts = [[(7 * i + j) % 3001 for j in range(1 + 5 * i % 90)] for i in range(2 + num_slots)]
+    settings = [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.1, "top_k": 40}, {}]
+    alone = [
+        texts(model, [ids], 40 + i % 5, [settings[i % 4]], 1)[0] for i, ids in enumerate(prompts)
+    ]
+    num_blocks = max(9, 4 * num_slots) * MIDDLE.num_layers
+    assert texts(model, prompts, 40, settings, num_slots, num_blocks, graphs=True) == alone
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("batch", [1, 2, 5, 40])
+def test_a_graphs_logits_are_the_eager_models(dtype, batch):
+    model = Llama.random(MIDDLE, device="cuda", dtype=dtype)
+    engine = Engine(model, batch, max_seq_len=400, graphs=True)
+    requests = [engine.submit(list(range(1 + i, 40 + 3 * i)), 5) for i in range(batch)]
+    engine.step()
+    rows = [[r.num_tokens for r in requests], [r.slot for r in requests]]
+    rows = torch.tensor(rows, dtype=torch.int32, device="cuda")
+    last = [r.tokens[-1] for r in requests]
+    expected = model.decode(last, engine.cache, engine.table, *rows)
+    engine.step()
+    # the third step was launched ahead: run the second again, alone
+    engine.graph.ahead = {}
+    for request in requests:
+        request.tokens.pop()
+    engine.graph._launch(requests)
+    logits = engine.graph.graphs[engine.graph._size(batch)][1][:batch].float()
+    error = (logits - expected).norm() / expected.norm()
+    assert error < {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+def test_a_steady_step_waits_once_and_allocates_nothing():
+    model = Llama.random(MIDDLE, device="cuda", dtype=torch.bfloat16)
+    engine = Engine(model, 8, max_seq_len=400, graphs=True)
+    for i in range(8):
+        engine.submit([5 + i] * 30, 200, temperature=i % 2, seed=i)
+    for _ in range(20):
+        engine.step()
+    reserved, num_steps = torch.cuda.memory_reserved(), 64
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(num_steps):
+            engine.step()
+    names = [event.name for event in profile.events()]
+    calls = {name: names.count(name) for name in set(names) if name.startswith("cu")}
+    print(calls)
+    assert not [name for name in calls if "Malloc" in name or "HostAlloc" in name]
+    waits = {name: n for name, n in calls.items() if "Synchronize" in name}
+    waits.pop("cudaDeviceSynchronize", None)  # the profiler's own
+    staged = num_steps // 16 + 1  # before a table upload: its buffer has arrived long ago
+    assert num_steps <= sum(waits.values()) <= num_steps + staged, waits
+    assert calls["cudaGraphLaunch"] <= num_steps + 1
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_random_requests_leave_the_device_table_like_the_hosts():
+    model = Llama.random(MIDDLE, device="cuda", dtype=torch.bfloat16)
+    engine = Engine(model, 6, 6 * 9 * MIDDLE.num_layers, max_seq_len=200, graphs=True)
+    draw = random.Random(1)
+    for step in range(600):
+        if draw.random() < 0.2:
+            ids = [draw.randrange(3001) for _ in range(draw.randint(1, 100))]
+            engine.submit(ids, draw.randint(1, 60), temperature=draw.choice([0, 1.0]), seed=step)
+        running = engine.scheduler.running
+        if running and draw.random() < 0.05:
+            engine.cancel(draw.choice(running))
+        engine.step()
+        if step % 50 == 0:
+            engine.check_integrity()
+            engine.table.sync()
+            host = torch.from_numpy(engine.table.host.copy())
+            assert torch.equal(engine.table.device.cpu(), host)
+    engine.run()
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("chunk_size", [1000, 2048])
+def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_on_a_gpu(dtype, chunk_size):
+    """Later chunks attend to gathered blocks, by flash attention where the dtype has it."""
+    model = Llama.random(MIDDLE, device="cuda", dtype=dtype)
+    prompts = [[(3 * j) % 3001 for j in range(n)] for n in (2300, 17)]
+    logits = []
+    for size in (chunk_size, 5000):
+        cache = PagedKVCache(model.kv_layout(), 4 * 2 * 150, "cuda")
+        cache.buffer.fill_(NAN)
+        table = BlockTable(2, 4, 150, "cuda")
+        for slot in range(2):
+            for block in range(150):
+                first = 4 * (150 * slot + block)
+                table.assign_layers(slot, block, range(first, first + 4))
+        logits.append(model.prefill_batch(prompts, cache, table, [1, 0], chunk_size=size))
+    error = (logits[0] - logits[1]).norm() / logits[1].norm()
+    assert error < {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]

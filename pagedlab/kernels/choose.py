@@ -4,6 +4,7 @@ score_kernel finds the best token of each part of the vocabulary, choose_kernel 
 it also readies the next step: the token is its input, one position further on.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +23,7 @@ def mix(word):
 @triton.jit
 def score_kernel(
     logits_ptr,  # [num_rows, vocab_size]
-    temperatures_ptr,  # [num_rows] float64, 0: greedy
+    temperatures_ptr,  # [num_rows] float32, 0: greedy
     seeds_ptr,  # [num_rows] int64
     positions_ptr,  # [num_rows] int32
     scores_ptr,  # [num_rows, num_parts] float64, the best of each part; inf where a logit is NaN
@@ -42,7 +43,8 @@ def score_kernel(
         hashed = mix(mix(mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ position)
         word = mix(mix(hashed ^ token.to(tl.uint32)) + hashed)
         noise = -tl.log(-tl.log((word.to(tl.float64) + 0.5) / 4294967296.0))
-        score = score / tl.maximum(temperature, 1e-30) + noise  # no quotient overflows
+        scale = tl.minimum(tl.maximum(temperature, 1e-30), 1e30)  # quotients stay finite
+        score = score / scale.to(tl.float64) + noise
     part = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(scores_ptr + part, tl.max(score, 0))
     tl.store(tokens_ptr + part, tl.program_id(1) * PART + tl.argmax(score, 0))
@@ -77,13 +79,13 @@ def choose(
 
     Args:
         logits: [num_rows, vocab_size], contiguous; a token's position is its row's seq_len.
-        temperatures, seeds: float64 and int64 [num_rows], as in Sampling.
+        temperatures, seeds: float32 and int64 [num_rows], as in Sampling.
         chosen: [num_rows], any kind of integer.
         rows: int32 [num_rows] each, the step's input tokens and seq_lens.
     """
     (num_rows, vocab_size), (inputs, seq_lens) = logits.shape, rows
     num_parts = triton.cdiv(vocab_size, PART)
-    scores = temperatures.new_empty(num_rows, num_parts)
+    scores = temperatures.new_empty(num_rows, num_parts, dtype=torch.float64)
     tokens = inputs.new_empty(num_rows, num_parts)
     parts = (scores, tokens)
     settings = (temperatures, seeds, seq_lens)
