@@ -1,7 +1,7 @@
 """The article's ledger: every verdict stands, every mutant is refuted, recordings say the same.
 
-The recordings are one made here, on the CPU, by the code that records on a GPU, and the committed
-one once there is one.
+The recordings are one made here, by the code that records on a GPU, and the committed one once
+there is one.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 import record
 import torch
 
-from pagedlab import ledger, recordings
+from pagedlab import checkpoint, ledger, recordings
 from pagedlab.kernels.by_token import by_token_kernel
 from pagedlab.ledger import cuda
 from pagedlab.ledger.claim import VERDICTS, Claim, Refuted, mutant
@@ -48,16 +48,16 @@ SUBJECTS = {
 
 
 @pytest.fixture(scope="session")
-def cpu_file(tmp_path_factory):
-    """The ledger recorded on this CPU by the code that records it on a GPU."""
+def own_file(tmp_path_factory):
+    """The ledger recorded here: on this CPU, unless there is a GPU, where kernels are compiled."""
     path = tmp_path_factory.mktemp("ledger") / "ledger.json"
-    ledger.record("cpu").save(path)
+    ledger.record(checkpoint.pick_device().type).save(path)
     return path
 
 
-@pytest.fixture(params=["cpu", *["committed"] * COMMITTED.exists()])
-def recording(request, cpu_file):
-    path = cpu_file if request.param == "cpu" else COMMITTED
+@pytest.fixture(params=["here", *["committed"] * COMMITTED.exists()])
+def recording(request, own_file):
+    path = own_file if request.param == "here" else COMMITTED
     assert path.stat().st_size < 1_000_000
     return recordings.load(path)
 
@@ -103,8 +103,8 @@ def test_every_mutant_is_refuted_in_words(recording):
         assert not re.match(r"\w*Error\b", problem), f"{id}, {name}: {problem}"
 
 
-def test_a_recording_agrees_with_this_cpu_where_sizes_do_not_differ(recording, cpu_file):
-    here = json.loads(cpu_file.read_text())["data"]["findings"]
+def test_a_recording_agrees_with_this_machine_where_sizes_do_not_differ(recording, own_file):
+    here = json.loads(own_file.read_text())["data"]["findings"]
     compared = 0
     for id, finding in recording.data["findings"].items():
         subject = ledger.CLAIMS[id].check.__module__.rsplit(".")[-1]
@@ -135,8 +135,8 @@ def test_a_gpu_recording_has_what_only_a_gpu_shows(recording):
     assert copied["per_layer, us a token"] > copied["changed_entries, us a token"]
 
 
-def test_recording_says_what_to_look_at(cpu_file):
-    findings = json.loads(cpu_file.read_text())["data"]["findings"]
+def test_recording_says_what_to_look_at(own_file):
+    findings = json.loads(own_file.read_text())["data"]["findings"]
     counts = f"{len(ledger.CLAIMS)} claims, {len(MUTANTS)} mutants"
     assert record.ledger_lines(findings) == [f"{counts}, 0 to look at"]
     findings["lifo"] |= {"stands": False, "problem": "first handed out: [0]"}
@@ -189,14 +189,14 @@ def test_an_unknown_claim_is_named_in_one_line():
         ledger.examine("nothing")
 
 
-def test_without_a_recording_the_gpu_has_not_answered(tmp_path, monkeypatch, cpu_file):
+def test_without_a_recording_the_gpu_has_not_answered(tmp_path, monkeypatch, own_file):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recordings, "PACKAGE", tmp_path / "pagedlab")
     monkeypatch.setattr(recordings, "_installed", lambda name: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ledger.on_gpu() is None
     (tmp_path / "recordings").mkdir()
-    shutil.copy(cpu_file, tmp_path / "recordings/ledger.json")
+    shutil.copy(own_file, tmp_path / "recordings/ledger.json")
     assert ledger.on_gpu().kind == "ledger"
     (tmp_path / "recordings/ledger.json").write_text("{}")
     with pytest.raises(recordings.RecordingError, match=r"expected fields"):
