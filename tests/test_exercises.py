@@ -131,6 +131,14 @@ def test_a_wrong_kernel_fails_and_is_recognised(id, right, wrong, idea):
     assert idea in dict(result.details)["revisit"], result
 
 
+@pytest.mark.parametrize("id", ["3.4", "4.4", "5.4", "6.4"])
+def test_a_kernel_without_its_decorator_is_named(id):
+    page, stub, name = next(rest for found, *rest in STUBS if found == id)
+    solution = SOLUTION.search(page[page.index(stub) :])[1].replace("@triton.jit\n", "")
+    details = dict(check(id, run(imports_of(page) + solution, name)).details)
+    assert "@triton.jit is missing" in details["got"]
+
+
 @pytest.mark.parametrize(("exercise", "confusion"), CONFUSIONS)
 def test_fresh_random_cases_catch_it_and_a_failure_is_short_enough_to_read(exercise, confusion):
     result = check(exercise.id, confusion.function)

@@ -1,6 +1,7 @@
 """Exercises of chapter 4: the kernel that reads the blocks."""
 
 import dataclasses
+import inspect
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,12 @@ from pagedlab.stand_in import Kernel, NeedsTriton
 
 
 def is_kernel(function: Any) -> bool:
-    return hasattr(function, "fn")
+    """Whether it is one, or a wrong answer of ours; a kernel without its decorator is refused."""
+    if hasattr(function, "fn"):
+        return True
+    if any(name.endswith("_ptr") for name in inspect.signature(function).parameters):
+        raise ValueError("expected a kernel, got a function: @triton.jit is missing above it")
+    return False
 
 
 OUTSIDE = "a {} outside the kernel's arguments"
