@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from myst_parser.mdit_to_docutils.base import default_slugify
 
 from pagedlab import BlockPool, paged_attention, show, step_launch
+from pagedlab.exercises import EXERCISES
 from pagedlab.museum import EXHIBITS, Exhibit
 from pagedlab.museum.checks import check_attention, check_pool, make_batch
 from pagedlab.museum.prefix_cache import PrefixCache, Sequence
@@ -129,6 +131,60 @@ def test_a_known_prefix_is_found_until_somebody_writes_over_it():
     assert prefixes.schedule(Sequence([8])) == range(1)
     prefixes.release(again)
     assert prefixes.schedule(Sequence([1, 2, 3, 4])) == range(3, 4)
+
+
+BOOK = ROOT / "book"
+MUSEUM = (BOOK / "12_museum.md").read_text("utf-8")
+CONFUSIONS = re.findall(r"^\| (\d+) \| (.+) \|$", (BOOK / "teaching.md").read_text("utf-8"), re.M)
+CONFUSIONS = [
+    (int(number), row.split(" | ")) for number, row in CONFUSIONS if row.count(" | ") == 3
+]
+
+
+@each_exhibit
+def test_the_page_shows_each_exhibit_before_its_label_with_the_fix_and_the_source(exhibit):
+    front, label = MUSEUM.split(f":::{{admonition}} Behind the label: {exhibit.id}\n", 1)
+    label = label.split("\n:::\n", 1)[0]
+    assert label.startswith(":class: dropdown\n")
+    assert f"[{exhibit.source}]({exhibit.url})" in label
+    assert f"```diff\n{exhibit.diff}\n```" in label
+    cells = front.count("```{code-cell}")
+    assert f'"{exhibit.id}"' in front
+    assert cells >= 2
+    assert exhibit.url not in front
+
+
+def test_the_page_has_two_labs_that_are_stepped():
+    for lab in "32 bits", "not a number":
+        section = MUSEUM.split(f"\n## Lab: {lab}\n")[1].split("\n## ")[0]
+        assert re.search(r"^KernelStepper\(", section, re.MULTILINE)
+
+
+def test_the_table_of_confusions_has_all_of_them():
+    assert [number for number, _ in CONFUSIONS] == list(range(1, 26))
+
+
+@pytest.mark.parametrize("confusion", CONFUSIONS, ids=lambda confusion: confusion[0])
+def test_a_confusion_is_met_where_the_table_says(confusion):
+    _, (what, sections, exercises, exhibits) = confusion
+    assert len(what.split()) >= 4
+    links = re.findall(r"\[([^\]]+)\]\((\d\d_\w+)\.md#([\w-]+)\)", sections + exhibits)
+    ids = re.findall(r"\{ref\}`(\d+)\.(\d) <ex-(\d+)-(\d)>`", exercises)
+    assert links or ids
+    for words, page, anchor in links:
+        text = (BOOK / f"{page}.md").read_text("utf-8")
+        headings = {default_slugify(h): h for h in re.findall(r"^## (.+)$", text, re.MULTILINE)}
+        assert anchor in headings, f"{page} has no {anchor}"
+        if words.startswith("*"):
+            section = text.split(f"\n## {headings[anchor]}\n")[1].split("\n## ")[0]
+            assert f"Behind the label: {EXHIBITS[words.strip('*')].id}\n" in section
+        else:
+            assert words == headings[anchor]
+    for chapter, number, *target in ids:
+        assert [chapter, number] == target
+        assert f"{chapter}.{number}" in EXERCISES
+        (page,) = BOOK.glob(f"{int(chapter):02}_*.md")
+        assert f":label: ex-{chapter}-{number}\n" in page.read_text("utf-8")
 
 
 @pytest.mark.parametrize("path", ROOMS, ids=lambda path: path.stem)

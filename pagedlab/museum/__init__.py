@@ -10,7 +10,7 @@ from pagedlab.museum.exhibit import Exhibit
 
 __all__ = ["EXHIBITS", "Exhibit"]
 
-ROOMS = ("addresses", "scores", "empties", "owners", "prefixes", "positions")
+ROOMS = ("owners", "addresses", "scores", "empties", "positions", "prefixes")
 
 
 class _Exhibits(Mapping[str, Exhibit]):

@@ -3,9 +3,8 @@
 from functools import partial
 
 import torch
-import triton
-import triton.language as tl
 
+from pagedlab import tl, triton
 from pagedlab.attention import paged_attention
 from pagedlab.kernels.write_kv import write_kv
 from pagedlab.kv_cache import PagedKVCache

@@ -1,9 +1,8 @@
 """The room of the empty: sequences and parts with no token in them (chapter 12)."""
 
 import torch
-import triton
-import triton.language as tl
 
+from pagedlab import tl, triton
 from pagedlab.attention import paged_attention
 from pagedlab.museum import runs
 from pagedlab.museum.checks import check_attention, check_merge

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import linecache
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,8 @@ class Exhibit:
 
     >>> from pagedlab.museum import EXHIBITS
     >>> print(EXHIBITS["full-hit"].diff)
-    -        return num_known * self.block_size
-    +        return min(num_known * self.block_size, num_tokens - 1)
+    - return num_known * self.block_size
+    + return min(num_known * self.block_size, num_tokens - 1)
     """
 
     id: str
@@ -72,9 +73,11 @@ class Exhibit:
 
     @property
     def diff(self) -> str:
-        """The fix as lines with - and +."""
+        """The fix as lines with - and +, as little indented as they go."""
         lines = difflib.unified_diff(self._lines(), self._lines(repaired=True), n=0, lineterm="")
-        return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+        changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+        code = textwrap.dedent("\n".join(line[1:] for line in changed)).splitlines()
+        return "\n".join(f"{old[0]} {new}" for old, new in zip(changed, code, strict=True))
 
     def _lines(self, *, repaired: bool = False) -> list[str]:
         text = "\n".join(show(self.broken).lines)

@@ -75,7 +75,9 @@ def who_was_overwritten(write: Callable[..., None]) -> str:
     for layer in range(batch.table.num_layers):
         k, _ = batch.cache.gather(batch.table, slot, layer, 12)
         changed = (k != 0).flatten(1).any(1).nonzero().flatten().tolist()
-        lines.append(f"layer {layer}: tokens {changed or 'none'} changed")
+        lines.append(
+            f"layer {layer}: " + (f"token {changed[0]} changed" if changed else "unharmed")
+        )
     return "\n".join(lines)
 
 

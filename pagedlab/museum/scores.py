@@ -1,8 +1,6 @@
 """The room of scores: what a softmax must count, and what it must not (chapter 12)."""
 
-import triton
-import triton.language as tl
-
+from pagedlab import tl, triton
 from pagedlab.attention import paged_attention
 from pagedlab.museum import runs
 from pagedlab.museum.checks import check_attention
