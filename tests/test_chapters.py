@@ -54,6 +54,7 @@ MODULES = {
     "08_real_model": ["checkpoint", "tokenizer", "llama"],
     "09_many_sequences": ["scheduler", "engine"],
     "10_ledger": ["ledger"],
+    "11_costs": ["kernels.split_kv", "kernels.plan"],
     "12_museum": ["museum.exhibit", "museum.prefix_cache"],
 }
 # Public to the package, of no use to a reader; so are functions named expect...
@@ -90,8 +91,8 @@ FOREIGN_NAMES = {
         "kv_last_page_len": "FlashInfer",
         "num_queries_per_kv": "vLLM",
         "query_start_loc": "vLLM",
-        "slot_mapping": "vLLM",
         "free_block_queue": "vLLM",
+        "slot_mapping": "vLLM",
         "block_table": "vLLM",
         "BLOCK_": "a prefix",
     },
