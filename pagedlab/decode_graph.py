@@ -84,10 +84,10 @@ class DecodeGraph:
         for column, values in zip(columns(self.host), zip(*rows, strict=True), strict=True):
             column.numpy()[: len(requests)] = values
         self.device.copy_(self.host, non_blocking=True)
-        self.table.sync()
         self._replay()
 
     def _replay(self) -> None:
+        self.table.sync()
         self.graphs[self._size(len(self.requests))][0].replay()
 
     def _capture(self, size: int) -> None:

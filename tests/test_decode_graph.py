@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagedlab import BlockPool, Engine, Llama, LlamaConfig
+from pagedlab import BlockPool, BlockTable, Engine, Llama, LlamaConfig
 from pagedlab.decode_graph import DecodeGraph
 from pagedlab.engine import SlotEvent
 from pagedlab.llama import Layer
@@ -62,9 +62,13 @@ def no_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
 
 
-def with_graph(model, num_slots, num_blocks=None, **options):
-    """An engine as `graphs=True` makes it, on a CPU."""
-    engine = Engine(model, num_slots, num_blocks, block_size=4, **options)
+def with_graph(model, num_slots, num_blocks=None, max_seq_len=64, **options):
+    """An engine as `graphs=True` makes it, on a CPU; its table has a copy that must be kept up."""
+    max_blocks = -(-max_seq_len // 4)
+    table = BlockTable(num_slots, model.config.num_layers, max_blocks, shared=False)
+    options |= {"block_size": 4, "max_seq_len": max_seq_len, "table": table}
+    engine = Engine(model, num_slots, num_blocks, **options)
+    engine.cache.buffer.fill_(torch.nan)
     engine.graph = Uncaptured(model, engine.cache, engine.table)
     engine.scheduler.ahead = 1
     return engine
