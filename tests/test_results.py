@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import attention  # noqa: E402
 import copies  # noqa: E402
+import figures  # noqa: E402
 import peers  # noqa: E402
 import record  # noqa: E402
 import waste  # noqa: E402
@@ -229,3 +230,22 @@ def test_rows_of_tiny_runs_become_recordings(ragged, tmp_path, monkeypatch):
     path.write_text(json.dumps(mixed))
     with pytest.raises(ValueError, match="rows of one run"):
         record.take_over("copies")
+
+
+@pytest.mark.parametrize("name", figures.DRAWN)
+def test_a_measured_figure_shows_the_recorded_numbers(name):
+    assert (figures.FIGURES / name).read_text("utf-8") == figures.DRAWN[name]()
+
+
+def test_the_waste_figure_follows_its_recording(monkeypatch):
+    taken = recordings.load("waste")
+    for row in taken.data["rows"]:
+        row["in_use"] = row["in_use"] / 2
+    monkeypatch.setattr(recordings, "load", lambda name: taken)
+    drawn = figures.waste_measured()
+    assert ">49%<" in drawn and ">12%<" in drawn  # noqa: PT018
+
+
+@pytest.mark.parametrize("page", ["book/intro.md", "README.md"])
+def test_the_first_pages_show_the_measured_waste(page):
+    assert "figures/waste_measured.svg" in (BENCHMARKS.parent / page).read_text("utf-8")
