@@ -48,7 +48,7 @@ class Recording:
     @property
     def outdated(self) -> bool:
         """Whether the kernels have changed since the run."""
-        return self.provenance["kernel_hash"] != kernel_hash()
+        return self.provenance["kernel_hash"] not in (kernel_hash(), kernel_hash(graphs=True))
 
     @property
     def events(self) -> list[Any]:

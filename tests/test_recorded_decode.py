@@ -42,10 +42,11 @@ def test_it_is_under_a_megabyte():
 
 
 def test_a_changed_kernel_marks_it_outdated(recording, monkeypatch):
-    monkeypatch.setattr(recordings, "kernel_hash", lambda: "0" * 16)
+    monkeypatch.setattr(recordings, "kernel_hash", lambda graphs=False: "0" * 16)
     assert recording.outdated
     assert "outdated" in recording.describe()
-    monkeypatch.setattr(recordings, "kernel_hash", lambda: recording.provenance["kernel_hash"])
+    made_with = recording.provenance["kernel_hash"]
+    monkeypatch.setattr(recordings, "kernel_hash", lambda graphs=False: made_with)
     assert not recording.outdated
 
 
