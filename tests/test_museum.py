@@ -133,6 +133,12 @@ def test_a_known_prefix_is_found_until_somebody_writes_over_it():
     assert prefixes.schedule(Sequence([1, 2, 3, 4])) == range(3, 4)
 
 
+def test_the_model_says_what_the_page_tells():
+    told = {"wide-step": "Saturday", "long-memory": "Monday, ' and'", "two-owners": "B gets [3]"}
+    for id, words in told.items():
+        assert words in EXHIBITS[id].symptom()
+
+
 BOOK = ROOT / "book"
 MUSEUM = (BOOK / "12_museum.md").read_text("utf-8")
 CONFUSIONS = re.findall(r"^\| (\d+) \| (.+) \|$", (BOOK / "teaching.md").read_text("utf-8"), re.M)

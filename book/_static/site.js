@@ -18,6 +18,8 @@
     }
     for (const input of document.querySelectorAll(".jupyter-widgets :is(input, select, textarea)"))
       if (!input.hasAttribute("aria-label")) name(input, described(input, input.type));
+    // Code that was folded when the theme looked which code scrolls may scroll once it is open.
+    for (const code of document.querySelectorAll(".dropdown pre[tabindex='-1']")) code.tabIndex = 0;
     // A list may hold list items only; the bibliography's entries hold links back as well.
     for (const list of document.querySelectorAll(".citation-list[role=list]")) list.removeAttribute("role");
   };

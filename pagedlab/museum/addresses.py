@@ -124,7 +124,7 @@ def tiled_attention(q, cache, table, seq_lens, active_slots, layer):
     for row, slot in enumerate(active_slots.tolist()):
         k, v = cache.gather(table, slot, layer, int(seq_lens[row]))
         group_size = q.shape[1] // k.shape[1]
-        k, v = k.repeat(1, group_size, 1), v.repeat(1, group_size, 1)
+        k, v = (x.repeat(1, group_size, 1) for x in (k, v))
         scores = torch.einsum("hd,thd->ht", q[row], k) / q.shape[2] ** 0.5
         out[row] = torch.einsum("ht,thd->hd", scores.softmax(1), v)
     return out
@@ -231,8 +231,8 @@ ROOM = (
         source="onnx/onnx#7274",
         fix=(
             (
-                "k, v = k.repeat(1, group_size, 1), v.repeat(1, group_size, 1)",
-                "k, v = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)",
+                "k, v = (x.repeat(1, group_size, 1) for x in (k, v))",
+                "k, v = (x.repeat_interleave(group_size, 1) for x in (k, v))",
             ),
         ),
     ),
