@@ -27,7 +27,15 @@ def python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-KERNEL_CHAPTERS = ("03_writing", "04_kernel", "05_reduction", "06_online_softmax", "10_ledger")
+KERNEL_CHAPTERS = (
+    "03_writing",
+    "04_kernel",
+    "05_reduction",
+    "06_online_softmax",
+    "10_ledger",
+    "11_costs",
+    "12_museum",
+)
 
 
 @pytest.mark.parametrize("name", KERNEL_CHAPTERS)
