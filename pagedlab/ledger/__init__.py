@@ -132,7 +132,7 @@ class Ledger:
         verdict = f"<b>{claim.verdict}</b><br>{escape(claim.found)}"
         says = f"<code>{claim.id}</code> ({escape(claim.where)})<br>{escape(claim.says)}"
         shown = ("" if finding else "✗ ") + escape(finding.shown)
-        border = f"border-left:4px solid {COLOURS[claim.verdict]}"
+        border = f"border-left:4px solid {COLOURS[claim.verdict]};padding-left:.8em"
         texts = [("", says), (border, verdict), ("", shown)]
         if self.gpu is not None:
             texts.append(("", escape(self.gpu_answer(claim.id))))
