@@ -66,6 +66,7 @@ def check_batch(
     expect_rows(seq_lens, active_slots, seq_lens.numel(), seq_lens.device)
     lengths, slots = seq_lens.tolist(), active_slots.tolist()
     capacity = table.max_blocks_per_seq * block_size
+    last = num_blocks - 1  # within int32: numpy 2.1 crashes when it compares with 2**31
     for row, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
         if not 0 <= slot < table.num_slots:
             raise ValueError(
@@ -76,11 +77,11 @@ def check_batch(
         if length == 0:
             continue
         blocks = table.host[slot, layers, : -(-length // block_size)]
-        if blocks.min() < 0 or blocks.max() >= num_blocks:
-            layer, logical_block = ((blocks < 0) | (blocks >= num_blocks)).nonzero()
+        if blocks.min() < 0 or blocks.max() > last:
+            layer, logical_block = ((blocks < 0) | (blocks > last)).nonzero()
             raise ValueError(
                 f"block_table[{slot}, {layer[0] + (layers.start or 0)}, {logical_block[0]}]:"
-                f" expected a block of the cache (0 to {num_blocks - 1}),"
+                f" expected a block of the cache (0 to {last}),"
                 f" got {blocks[layer[0], logical_block[0]]}"
             )
     return lengths, slots
