@@ -65,8 +65,8 @@ def check_batch(
     expect_tensor("seq_lens", seq_lens)
     expect_rows(seq_lens, active_slots, seq_lens.numel(), seq_lens.device)
     lengths, slots = seq_lens.tolist(), active_slots.tolist()
-    capacity = table.max_blocks_per_seq * block_size
-    last = num_blocks - 1  # within int32: numpy 2.1 crashes when it compares with 2**31
+    # The last block is within int32: numpy 2.1 crashes when it compares with 2**31.
+    capacity, last = table.max_blocks_per_seq * block_size, num_blocks - 1
     for row, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
         if not 0 <= slot < table.num_slots:
             raise ValueError(
