@@ -105,7 +105,7 @@ def find(name: Path | str) -> Path:
         if path.is_file():
             return path
     raise RecordingError(
-        f"recording: expected a file or the name of one in book/recordings, got {name}"
+        f"recording: expected a file or the name of one in book/recordings, got {str(name)!r}"
     )
 
 

@@ -181,12 +181,33 @@ def test_a_part_that_raises_is_refuted_by_that():
         raise KeyError("no such\nthing")
 
     assert ledger.examine("allocation", breaks).problem == r"KeyError: 'no such\nthing'"
-    assert not ledger.examine("lifo", 3)
+
+
+def test_a_part_of_another_kind_is_not_tried():
+    with pytest.raises(ValueError, match=r"^part: expected a function, got 3$"):
+        ledger.examine("lifo", 3)
+    with pytest.raises(ValueError, match=r"^part: expected a function under @triton.jit, got <bu"):
+        ledger.examine("table_index", print)
+    with pytest.raises(ValueError, match=r"^part: expected a function, got <triton"):
+        ledger.examine("lifo", by_token_kernel)
+    with pytest.raises(ValueError, match=r"^part: expected a str, got 3$"):
+        ledger.examine("copies", 3)
 
 
 def test_an_unknown_claim_is_named_in_one_line():
     with pytest.raises(ValueError, match=r"^id: expected one of table_index, .*, got 'nothing'$"):
         ledger.examine("nothing")
+    with pytest.raises(ValueError, match=r"^id: expected one of table_index, .*, got \['lifo'\]$"):
+        ledger.examine(["lifo"])
+    with pytest.raises(ValueError, match=r"^ids: expected a list of ids, got 'lifo'$"):
+        ledger.examine_all("lifo")
+
+
+def test_only_a_ledger_stands_beside_a_ledger():
+    with pytest.raises(ValueError, match=r"^gpu: expected a recording of kind ledger, got waste$"):
+        ledger.examine_all(["lifo"], gpu=recordings.load("waste"))
+    with pytest.raises(ValueError, match=r"^gpu: expected a recording of kind ledger, got 3$"):
+        ledger.examine_all(["lifo"], gpu=3)
 
 
 def test_without_a_recording_the_gpu_has_not_answered(tmp_path, monkeypatch, own_file):
@@ -212,6 +233,8 @@ def test_a_mutant_changes_one_place_only():
         mutant(by_token_kernel, "no such text", "")
     with pytest.raises(ValueError, match=r"^kernel: expected a function under @triton.jit"):
         mutant(print, "a", "b")
+    with pytest.raises(ValueError, match=r"^after: expected another text than before, got 'GRO"):
+        mutant(by_token_kernel, "GROUP_SIZE: tl", "GROUP_SIZE: tl")
 
 
 def test_two_warps_race_with_two_barriers_and_not_with_three():

@@ -32,6 +32,13 @@ def test_there_are_enough_exhibits_of_every_kind():
     assert [exhibit.id for exhibit in EXHIBITS.values()] == list(EXHIBITS)
 
 
+def test_an_unknown_exhibit_is_named_in_one_line():
+    with pytest.raises(KeyError, match=r"id: expected one of two-owners, .*, got 'two_owners'"):
+        EXHIBITS["two_owners"]
+    assert "two_owners" not in EXHIBITS
+    assert EXHIBITS.get(3) is None
+
+
 @each_exhibit
 def test_the_real_part_passes(exhibit):
     exhibit.check(exhibit.real)

@@ -100,7 +100,7 @@ def test_other_fields_are_refused_by_name(recording, tmp_path, change, text):
 
 
 def test_what_is_no_recording_is_refused(tmp_path):
-    with pytest.raises(RecordingError, match="got nowhere"):
+    with pytest.raises(RecordingError, match="got 'nowhere'"):
         recordings.load("nowhere")
     for text in ("", "{", "[1, 2]", "null"):
         (tmp_path / "run.json").write_text(text)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pagedlab import checkpoint, recordings
+from pagedlab.layout import expect
 from pagedlab.ledger import (
     addresses,
     blocks,
@@ -56,14 +57,14 @@ def examine(id: str, part: Any = None, *, device: str | None = None) -> Finding:
         Finding: true if the verdict stands; shows itself as one line.
 
     Raises:
-        ValueError: no claim has this id.
+        ValueError: no claim has this id, or the part is of another kind than the claim's.
 
     >>> examine("lifo")
     lifo on cpu: stands. first block out: 65,535; released last, out next: 65,535
     >>> examine("allocation", lambda seq_len, block_size: seq_len % block_size == 0).stands
     False
     """
-    if id not in CLAIMS:
+    if not isinstance(id, str) or id not in CLAIMS:
         raise ValueError(f"id: expected one of {', '.join(CLAIMS)}, got {id!r}")
     return claims.examine(CLAIMS[id], part, device or checkpoint.pick_device().type)
 
@@ -74,9 +75,14 @@ class Ledger:
     Args:
         findings: what was found here.
         gpu: a recording of kind "ledger", or None.
+
+    Raises:
+        ValueError: another `gpu`.
     """
 
     def __init__(self, findings: Iterable[Finding], gpu: Recording | None = None) -> None:
+        kind = getattr(gpu, "kind", repr(gpu))
+        expect(gpu is None or kind == "ledger", "gpu", "a recording of kind ledger", kind)
         self.findings = {finding.claim.id: finding for finding in findings}
         self.gpu = gpu
 
@@ -142,7 +148,12 @@ class Ledger:
 def examine_all(
     ids: Iterable[str] = CLAIMS, *, device: str | None = None, gpu: Recording | None = None
 ) -> Ledger:
-    """Run the checks of some claims, all by default, and set a GPU's answers beside them."""
+    """Run the checks of some claims, all by default, and set a GPU's answers beside them.
+
+    Raises:
+        ValueError: an id that no claim has, one id where a list belongs, or another `gpu`.
+    """
+    expect(not isinstance(ids, str), "ids", "a list of ids", repr(ids))
     return Ledger((examine(id, device=device) for id in ids), gpu)
 
 

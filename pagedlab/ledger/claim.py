@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagedlab.layout import expect
+
 VERDICTS = ("holds", "holds only when", "wrong", "silent")
+KERNELS = ("JITFunction", "InterpretedFunction")  # Triton's two types, compiled and interpreted
 Evidence = dict[str, Any]  # what a check measured, by a few words; JSON
 
 _numbers = itertools.count()
@@ -105,8 +108,13 @@ def examine(claim: Claim, part: Any = None, device: str = "cpu") -> Finding:
     """Run a claim's check on its part, or on the one given; on "cuda" its gpu_check as well.
 
     A part that raises is refuted by that, unless what it raises is an ImportError.
+
+    Raises:
+        ValueError: the part is no kernel, function, ... where the claim's own is one.
     """
     own = part is None
+    if not own:
+        expect(_kind(part) == _kind(claim.part), "part", _kind(claim.part), repr(part))
     try:
         with np.errstate(all="ignore"):  # a mutant may overflow in the interpreter
             evidence = claim.check(claim.part if own else part, device)
@@ -122,6 +130,12 @@ def examine(claim: Claim, part: Any = None, device: str = "cpu") -> Finding:
         line = f"{type(cause or error).__name__}: {reason[0]}"
         return Finding(claim, device, False, problem=line)
     return Finding(claim, device, True, evidence)
+
+
+def _kind(part: Any) -> str:
+    if type(part).__name__ in KERNELS:
+        return "a function under @triton.jit"
+    return "a function" if callable(part) else f"a {type(part).__name__}"
 
 
 def show_evidence(evidence: Evidence) -> str:
@@ -144,7 +158,7 @@ def mutant(kernel: Any, before: str, after: str) -> Any:
     """A copy of a Triton kernel in which the text `before`, found once, is `after`.
 
     Raises:
-        ValueError: not a Triton kernel, or the text is not there exactly once.
+        ValueError: not a Triton kernel, the text is not there exactly once, or nothing changes.
 
     >>> from pagedlab.kernels.by_token import by_token_kernel
     >>> broken = mutant(by_token_kernel, "q_head // GROUP_SIZE", "q_head % NUM_KV_HEADS")
@@ -153,13 +167,14 @@ def mutant(kernel: Any, before: str, after: str) -> Any:
     """
     import triton  # first of all, so that a machine without it says so
 
-    if type(kernel).__name__ not in ("JITFunction", "InterpretedFunction"):
+    if type(kernel).__name__ not in KERNELS:
         raise ValueError(f"kernel: expected a function under @triton.jit, got {kernel!r}")
     source = inspect.getsource(kernel.fn)
     if source.count(before) != 1:
         raise ValueError(
             f"before: expected text found once, got {before!r} {source.count(before)}x"
         )
+    expect(after != before, "after", "another text than before", repr(after))
     source = source[source.index("def ") :].replace(before, after)
     file = f"<mutant {next(_numbers)} of {kernel.fn.__name__}>"
     lines = source.splitlines(keepends=True)

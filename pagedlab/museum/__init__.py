@@ -17,7 +17,10 @@ class _Exhibits(Mapping[str, Exhibit]):
     """Exhibits by id, in the order of a walk through the rooms."""
 
     def __getitem__(self, id: str) -> Exhibit:
-        return {exhibit.id: exhibit for exhibit in self._walk()}[id]
+        for exhibit in self._walk():
+            if exhibit.id == id:
+                return exhibit
+        raise KeyError(f"id: expected one of {', '.join(self)}, got {id!r}")
 
     def __iter__(self) -> Iterator[str]:
         return (exhibit.id for exhibit in self._walk())
