@@ -12,24 +12,21 @@ and left out. Results go to FOLDER/<gpu>/attention.json: one object per kernel a
 its provenance.
 """
 
-import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from peers import PEERS
-from rows import RESULTS, save
+from rows import begin_run, command_line, expect_gpu, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pagedlab import BlockTable, KVLayout, PagedKVCache, attention_plan, paged_attention
 from pagedlab.attention import KERNELS, AttentionPlan
 from pagedlab.kernels.plan import Work, device_facts, launch_rule
-from pagedlab.recordings import provenance
 
 ROTATED_BYTES = 256 * 2**20  # read before a block is read again: several times the L2 cache
 CHAINED_BYTES = 4e9  # read by the calls of one graph, but no more than MAX_CALLS calls
@@ -314,16 +311,11 @@ def measure(
 
 def main() -> None:
     """Measure the cases and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--only", default="", help="names of cases, separated by commas")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="what to name as the commit, if git is not there")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no NVIDIA GPU: nothing to measure")
-        return
-    run = provenance()
-    run["commit"] = args.commit or run["commit"]
+    expect_gpu()
+    run = begin_run(args)
     print(run["device"], run["versions"], flush=True)
     rows: list[dict[str, Any]] = []
     for i, case in enumerate(CASES):

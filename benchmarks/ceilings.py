@@ -5,19 +5,15 @@
 The roofs of chapter 11's roofline. Results go to FOLDER/<gpu>/ceilings.json: name, value, unit.
 """
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from attention import time_us
-from rows import RESULTS, save
-
-from pagedlab.recordings import provenance
+from rows import begin_run, command_line, expect_gpu, save
 
 MEMORY_BYTES = 4 * 2**30  # far more than any L2 cache
 MATRIX = 8192  # rows and columns
@@ -103,15 +99,9 @@ def measure() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="what to name as the commit, if git is not there")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no NVIDIA GPU: nothing to measure")
-        return
-    run = provenance()
-    run["commit"] = args.commit or run["commit"]
+    args = command_line(__doc__).parse_args()
+    expect_gpu()
+    run = begin_run(args)
     rows = measure()
     for row in rows:
         print(f"{row['name']:26} {row['value']:10,} {row['unit']}")

@@ -8,20 +8,17 @@ table goes to the device in one of five ways; the first is not at all. The time 
 the first copy to the number. Results go to FOLDER/<gpu>/copies.json.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from rows import RESULTS, save
+from rows import begin_run, command_line, expect_gpu, save
 
 from pagedlab import BlockTable
-from pagedlab.recordings import provenance
 
 NUM_LAYERS = 16
 LAYER_BYTES = 121_634_816  # q, k, v, o, gate, up, down in bfloat16
@@ -136,15 +133,9 @@ def measure(
 
 def main() -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="what to name as the commit, if git is not there")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no NVIDIA GPU: nothing to measure")
-        return
-    run = provenance()
-    run["commit"] = args.commit or run["commit"]
+    args = command_line(__doc__).parse_args()
+    expect_gpu()
+    run = begin_run(args)
     print(save("copies", measure("cuda"), run, args.out))
 
 

@@ -8,22 +8,19 @@ program; the package's own choice is MATVEC_ELEMENTS. Results go to FOLDER/<gpu>
 a list of rows.
 """
 
-import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from attention import time_us
-from engine import LLAMA_3_2_1B
-from rows import RESULTS, save
+from engine import LLAMA_CONFIG
+from rows import begin_run, command_line, expect_gpu, save
 
 from pagedlab.kernels import choose, decode_ops
-from pagedlab.recordings import kernel_hash, provenance
 
-C = LLAMA_3_2_1B
+C = LLAMA_CONFIG
 KV_DIM = C.num_kv_heads * C.head_dim
 PRODUCTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # outputs, inputs, what is fused
     "qkv": (C.hidden_size + 2 * KV_DIM, C.hidden_size, {"norm": True}),
@@ -92,15 +89,9 @@ def measure_choose(num_rows: int, temperature: float) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="what to name as the commit, if git is not there")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no NVIDIA GPU: nothing to measure")
-        return
-    run = provenance() | {"kernel_hash": kernel_hash(graphs=True)}
-    run["commit"] = args.commit or run["commit"]
+    args = command_line(__doc__).parse_args()
+    expect_gpu()
+    run = begin_run(args, graphs=True)
     rows = [row for n in (1, 64) for name in PRODUCTS for row in measure_product(name, n)]
     rows += [measure_choose(n, temperature) for n in (1, 64) for temperature in (0.0, 1.0)]
     print(save("decode_ops", rows, run, args.out))

@@ -10,7 +10,6 @@ checks in float32 that a loaded engine says what each request says alone. Result
 FOLDER/<gpu>/engine.json, a list of rows; those of parts that --only leaves out stay.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -22,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import RESULTS, slug
+from rows import begin_run, command_line, expect_gpu, slug
 from waste import Load, draw_requests
 
 from pagedlab import Engine, Llama, LlamaConfig
 from pagedlab.checkpoint import RopeScaling
 from pagedlab.engine import SlotEvent
-from pagedlab.recordings import kernel_hash, provenance
 
-LLAMA_3_2_1B = LlamaConfig(
+LLAMA_CONFIG = LlamaConfig(
     hidden_size=2048,
     intermediate_size=8192,
     num_layers=16,
@@ -306,7 +304,7 @@ def measure_texts(model_name: str | None) -> Row:
     """The check in float32 with TF32 off, more requests than slots, few blocks."""
     assert not torch.backends.cuda.matmul.allow_tf32
     if model_name == "random":
-        config = dataclasses.replace(LLAMA_3_2_1B, num_layers=4, vocab_size=32000)
+        config = dataclasses.replace(LLAMA_CONFIG, num_layers=4, vocab_size=32000)
         model = random_llama(config, "cuda", torch.float32)
     else:
         model = Llama.from_checkpoint(model_name, device="cuda", dtype=torch.float32)
@@ -388,21 +386,16 @@ def merge(rows: list[Row], path: Path) -> list[Row]:
 
 def main() -> None:
     """Measure the parts asked for and write the results, after each part."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parts = ("steady", "load", "texts", "transformers")
     parser.add_argument("--only", default=",".join(parts), help="parts, separated by commas")
     parser.add_argument("--model", help="of texts: a folder, a hub id, or random; the demo model")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="what to name as the commit, if git is not there")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no NVIDIA GPU: nothing to measure")
-        return
+    expect_gpu()
     asked = args.only.split(",")
     if unknown := set(asked) - set(parts):
         raise SystemExit(f"--only: expected {', '.join(parts)}, got {', '.join(unknown)}")
-    run = provenance() | {"kernel_hash": kernel_hash(graphs=True)}
-    run["commit"] = args.commit or run["commit"]
+    run = begin_run(args, graphs=True)
     print(run["device"], run["versions"], flush=True)
     path = args.out / slug(run["device"]) / "engine.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -415,7 +408,7 @@ def main() -> None:
             print(f"{result['name']:38}", *(f"{k}={v}" for k, v in shown.items()), flush=True)
             path.write_text(json.dumps(merge([result | run], path), indent=1) + "\n")
 
-    model = random_llama(LLAMA_3_2_1B, "cuda", torch.bfloat16)
+    model = random_llama(LLAMA_CONFIG, "cuda", torch.bfloat16)
     if "steady" in asked:
         keep(measure_steady(model))
     if "load" in asked:

@@ -8,16 +8,13 @@ as long as the longest sequence. This is accounting, and the same on every machi
 which one it was done. Results go to FOLDER/<device>/waste.json.
 """
 
-import argparse
 import math
 import random
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from rows import RESULTS, save
+from rows import begin_run, command_line, save
 
 from pagedlab import BlockPool, BlockTable, Request
-from pagedlab.recordings import provenance
 from pagedlab.scheduler import Scheduler
 
 BLOCK_SIZES = (1, 4, 16, 32, 64, 128, 256)
@@ -107,12 +104,8 @@ def measure(load: Load) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Count and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="what to name as the commit, if git is not there")
-    args = parser.parse_args()
-    run = provenance()
-    run["commit"] = args.commit or run["commit"]
+    args = command_line(__doc__).parse_args()
+    run = begin_run(args)
     rows = measure(Load())
     for row in rows:
         print(

@@ -87,7 +87,7 @@ def test_rows_of_other_parts_are_kept(bench, tmp_path):
 
 
 def test_its_shape_is_llama_3_2_1b_s(bench):
-    c = bench.LLAMA_3_2_1B
+    c = bench.LLAMA_CONFIG
     head = c.vocab_size * c.hidden_size
     q_dim, kv_dim = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
     layer = c.hidden_size * (2 * q_dim + 2 * kv_dim + 3 * c.intermediate_size + 2)
