@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from filelock import FileLock
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
@@ -114,7 +115,14 @@ def bring_assets(vendor: Path) -> bool:
     """Fill `vendor` with the browser assets unless it holds these very versions already.
 
     Returns False when those from npm are missing, since npm is or its registry cannot be reached.
+    Of several processes one fills it, and the others wait.
     """
+    path = hashlib.sha256(bytes(vendor.resolve())).hexdigest()
+    with FileLock(Path(tempfile.gettempdir(), f"pagedlab-assets-{path[:16]}.lock")):
+        return fill(vendor)
+
+
+def fill(vendor: Path) -> bool:
     versions = {package: importlib.metadata.version(package) for package in PIP_ASSETS}
     versions |= {package: version for package, (version, _, _) in NPM_ASSETS.items()}
     stamp = vendor / "versions.json"

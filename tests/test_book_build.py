@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,6 +141,28 @@ def test_assets_are_fetched_once_and_again_for_other_versions(
     monkeypatch.setattr(_sphinx, "copy_npm_assets", fetched.append)
     assert _sphinx.bring_assets(vendor)
     assert fetched == [vendor]
+
+
+def test_of_several_processes_one_brings_the_assets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[Path] = []
+
+    def fetch(vendor: Path) -> None:
+        fetched.append(vendor)
+        time.sleep(0.2)
+        (vendor / "require.js").touch()
+
+    monkeypatch.setattr(_sphinx, "copy_npm_assets", fetch)
+
+    def bring(_: int) -> bool:
+        return (
+            _sphinx.bring_assets(tmp_path / "vendor") and (tmp_path / "vendor/require.js").exists()
+        )
+
+    with ThreadPoolExecutor(4) as pool:  # each holds a lock of its own, as processes do
+        assert all(pool.map(bring, range(4)))
+    assert len(fetched) == 1
 
 
 def test_npm_of_the_pip_package_serves_where_the_system_has_none(

@@ -166,7 +166,7 @@ def test_explorer_shows_the_same_from_engine_and_recording(engine, tmp_path):
 
 
 def test_explorer_says_what_is_wrong_with_its_source(engine, tmp_path):
-    assert "got nowhere" in error_of(DecodeExplorer("nowhere"))
+    assert "got 'nowhere'" in error_of(DecodeExplorer("nowhere"))
     assert "one step" in error_of(DecodeExplorer([], layout=LLAMA_3_2_1B, num_blocks=4))
     assert "layout= and num_blocks=" in error_of(DecodeExplorer([["admit", 0, 0, 0, 3]]))
     assert "got none" in error_of(DecodeExplorer(Recording("decode", {"events": []})))

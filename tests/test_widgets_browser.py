@@ -530,7 +530,7 @@ def test_bad_data_shows_a_readable_message(page: Page, pages: str) -> None:
     for index, text in enumerate(
         (
             "at least one step",
-            "got no-such-recording",
+            "got 'no-such-recording'",
             "expected a block, slot or token event",
             "block 9, which is not free",
             "expected 0 <= lane < 64, got 64",
