@@ -123,7 +123,7 @@ def profile(engine: Engine, steps: int = 32) -> tuple[dict[str, float], list[tup
     for _ in range(8):
         engine.step()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as recorded:
+    with torch.profiler.profile(activities=activities, acc_events=True) as recorded:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()

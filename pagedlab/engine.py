@@ -238,15 +238,16 @@ class Engine:
             last = [request.tokens[-1] for request in decoding]
             lengths, slots = zip(*((r.num_tokens, r.slot) for r in decoding), strict=True)
             rows = torch.tensor([lengths, slots], dtype=torch.int32, device=model.device)
-            logits += model.decode(last, cache, table, *rows, attention=self.attention)
+            logits.append(model.decode(last, cache, table, *rows, attention=self.attention))
         if admitted := running[len(decoding) :]:  # the youngest
             prompts = [request.prompt + request.tokens for request in admitted]
             new_slots = [request.slot for request in admitted]
-            logits += model.prefill_batch(prompts, cache, table, new_slots)
+            logits.append(model.prefill_batch(prompts, cache, table, new_slots))
         chosen = []
         if logits:
-            pairs = ((r.sampling, r.num_tokens) for r in running[-len(logits) :])
-            chosen.append(sample(torch.stack(logits), *zip(*pairs, strict=True)))
+            both = logits[0] if len(logits) == 1 else torch.cat(logits)
+            pairs = ((r.sampling, r.num_tokens) for r in running[-len(both) :])
+            chosen.append(sample(both, *zip(*pairs, strict=True)))
         if self.graph is None:
             return chosen[0].tolist()
         ends = [min(len(r.prompt) + r.max_new_tokens, self.max_seq_len) for r in decoding]

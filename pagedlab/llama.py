@@ -274,7 +274,8 @@ class Llama:
             attended = attend(layer, q, k, v)  # [num_tokens, num_q_heads, head_dim]
             x = x + linear(attended.flatten(1), weights.attention_out)
             gate, up = linear(norm(x, weight=weights.mlp_norm), weights.gate_up).chunk(2, dim=-1)
-            x = x + linear(F.silu(gate) * up, weights.down)
+            gated = F.silu(gate, inplace=True).mul_(up)  # where gate was: it is the largest tensor
+            x = x + linear(gated, weights.down)
         return norm(x, weight=self.norm)
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 WORD = 2**32 - 1
+DRAWN_AT_A_TIME = 2**20  # logits, which bounds the memory that a draw takes
 INVALID = -1  # in place of a token id, from a row whose largest logit is not finite
 
 
@@ -100,6 +101,10 @@ def sample(logits: Tensor, sampling: Sequence[Sampling], positions: Sequence[int
     >>> sample(torch.tensor([[0.0, 2.0, 1.0]]), [Sampling()], [5]).tolist()
     [1]
     """
+    most = max(1, DRAWN_AT_A_TIME // logits.shape[1])
+    if len(sampling) > most and any(s.temperature for s in sampling):
+        parts = (slice(start, start + most) for start in range(0, len(sampling), most))
+        return torch.cat([sample(logits[i], sampling[i], positions[i]) for i in parts])
     largest, token_ids = logits.max(-1)
     if any(s.temperature for s in sampling):
         temperature, top_k, top_p, seeds = (

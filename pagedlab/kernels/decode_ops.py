@@ -2,11 +2,12 @@
 
 A row alone is multiplied by matvec_kernel, which reads each weight once, with the norm before the
 product and SiLU or the sum after it. Several rows go through torch's matrix product, which adds the
-sum by itself, and torch's norm. rope_append_kernel replaces a rotation and cache.append. Where the
-GPU can, each kernel starts while the one before still runs (programmatic dependent launch, PDL) and
-loads what no kernel writes, the weights, before it waits.
+sum by itself, between kernels for the norm and for SiLU. rope_append_kernel replaces a rotation and
+cache.append. Where the GPU can, each kernel starts while the one before still runs (programmatic
+dependent launch, PDL) and loads what that one does not write, the weights, before it waits.
 """
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -16,7 +17,7 @@ from pagedlab.kernels.launch import RUNTIME_INTEGERS, attention_arguments
 from pagedlab.kernels.plan import device_facts
 from pagedlab.layout import KVLayout
 
-MATVEC_ELEMENTS = 8192  # of the weight that a program of matvec_kernel takes, in whole rows
+MATVEC_ELEMENTS = 16384  # of the weight that a program of matvec_kernel takes, in whole rows
 SILU_LANES = 1024
 
 
@@ -26,6 +27,12 @@ def start_early(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def normalize(x, norm, eps, COLUMNS: tl.constexpr):
+    """RMSNorm of a row in float32."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / COLUMNS + eps) * norm
 
 
 @triton.jit
@@ -58,7 +65,7 @@ def matvec_kernel(
 
     x = tl.load(x_ptr + column, mask=in_row, other=0.0).to(tl.float32)
     if NORM:
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / COLUMNS + eps) * norm
+        x = normalize(x, norm, eps, COLUMNS)
     y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
     if PARTS == 2:
         gate, up = tl.split(tl.reshape(y, [ROWS, 2]))
@@ -70,12 +77,34 @@ def matvec_kernel(
 
 
 @triton.jit
+def rms_norm_kernel(
+    x_ptr,  # [num_rows, COLUMNS]
+    norm_ptr,  # [COLUMNS]
+    out_ptr,  # [num_rows, COLUMNS]
+    eps,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,  # COLUMNS, padded to a power of two
+    PDL: tl.constexpr,
+):
+    column = tl.arange(0, LANES)
+    in_row = column < COLUMNS
+    norm = tl.load(norm_ptr + column, mask=in_row, other=0.0).to(tl.float32)
+    start_early(PDL)
+    place = tl.program_id(0).to(tl.int64) * COLUMNS + column
+    x = tl.load(x_ptr + place, mask=in_row, other=0.0).to(tl.float32)
+    y = normalize(x, norm, eps, COLUMNS)
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
 def silu_mul_kernel(
     gate_up_ptr,  # [num_rows, 2 * COLUMNS]
     out_ptr,  # [num_rows, COLUMNS]
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,  # that one program takes
+    PDL: tl.constexpr,
 ):
+    start_early(PDL)
     row = tl.program_id(0).to(tl.int64) * COLUMNS
     column = tl.program_id(1) * LANES + tl.arange(0, LANES)
     mask = column < COLUMNS
@@ -107,18 +136,19 @@ def linear(
         [num_rows, num_outputs]; add_to if given.
     """
     num_columns, num_outputs = x.shape[1], weight.shape[0] // (1 + gated)
+    lanes, early = triton.next_power_of_2(num_columns), launch_options(x)
     if len(x) == 1:
         out = x.new_empty(1, num_outputs) if add_to is None else add_to
-        lanes = triton.next_power_of_2(num_columns)
         rows = max(1, MATVEC_ELEMENTS // lanes // (1 + gated))
         sizes = {"COLUMNS": num_columns, "LANES": lanes, "ROWS": rows}
         flags = {"NORM": norm is not None, "PARTS": 1 + gated, "ADD": add_to is not None}
         tensors = (x, weight if norm is None else norm, weight, out)
-        options = sizes | flags | launch_options(x) | {"num_warps": 8}
+        options = sizes | flags | early | {"num_warps": 8}
         matvec_kernel[(triton.cdiv(num_outputs, rows),)](*tensors, eps, num_outputs, **options)
         return out
     if norm is not None:
-        x = F.rms_norm(x, (num_columns,), norm, eps)
+        plain, x = x, torch.empty_like(x)
+        rms_norm_kernel[(len(x),)](plain, norm, x, eps, num_columns, lanes, num_warps=8, **early)
     if add_to is not None:
         return add_to.addmm_(x, weight.t())
     product = F.linear(x, weight)
@@ -126,7 +156,7 @@ def linear(
         return product
     out = x.new_empty(len(x), num_outputs)
     grid = (len(x), triton.cdiv(num_outputs, SILU_LANES))
-    silu_mul_kernel[grid](product, out, num_outputs, SILU_LANES)
+    silu_mul_kernel[grid](product, out, num_outputs, SILU_LANES, **early)
     return out
 
 
@@ -157,7 +187,6 @@ def rope_append_kernel(
     NUM_Q_HEADS: tl.constexpr = GROUP_SIZE * NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)  # q heads, then kv heads
-    start_early(PDL)
     slot = tl.load(active_slots_ptr + row).to(tl.int64)
     position = tl.load(seq_lens_ptr + row).to(tl.int64) - 1
     lane = tl.arange(0, LANES)
@@ -166,6 +195,12 @@ def rope_append_kernel(
     angle = position * HEAD_DIM + lane
     cos = tl.load(cos_ptr + angle, mask=in_head & valid, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=in_head & valid, other=0.0)
+    # q heads ask for no block; what the step's kernels read of the table is settled
+    valid = valid & (head >= NUM_Q_HEADS) & (slot >= 0) & (slot < num_slots)
+    entry = slot * stride_slot + layer * stride_layer + position // BLOCK_SIZE
+    block = tl.load(table_ptr + entry, mask=valid, other=-1).to(tl.int64)
+    start_early(PDL)
+
     head_ptr = qkv_ptr + (row * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
     x = tl.load(head_ptr + lane, mask=in_head, other=0.0)
     other_half = (lane + HEAD_DIM // 2) % HEAD_DIM
@@ -174,9 +209,6 @@ def rope_append_kernel(
     if head < NUM_Q_HEADS:
         tl.store(q_ptr + row * stride_q + head * HEAD_DIM + lane, rotated, mask=in_head)
     else:
-        valid = valid & (slot >= 0) & (slot < num_slots)
-        entry = slot * stride_slot + layer * stride_layer + position // BLOCK_SIZE
-        block = tl.load(table_ptr + entry, mask=valid, other=-1).to(tl.int64)
         mask = in_head & valid & (block >= 0) & (block < num_blocks)
         KV_DIM: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
         k_offset = (2 * block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_DIM
@@ -201,6 +233,7 @@ def rope_append(
     Args:
         qkv: [num_active, (num_q_heads + 2 * num_kv_heads) * head_dim], contiguous.
         rope: rope_rotation of each position the table can hold: two float32 [n, 1, head_dim].
+        block_table, seq_lens, active_slots: not written by the kernel launched just before.
 
     Returns:
         q, [num_active, num_q_heads, head_dim]. A row that does not fit writes nothing else.

@@ -92,7 +92,7 @@ def micros_a_token(policy: str, weights: torch.Tensor, sync: bool = True) -> flo
 def profiled_copies(table: BlockTable) -> list[int]:
     """Bytes of each host-to-device copy that torch.profiler records while decoding."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         decode(table)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:

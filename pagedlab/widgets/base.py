@@ -118,13 +118,15 @@ def number_box(view: View, key: str, stop: int, label: str) -> ipywidgets.Widget
     return control
 
 
-def choice(view: View, key: str, options: Sequence[str], label: str) -> ipywidgets.Widget:
+def choice(
+    view: View, key: str, options: Sequence[str], label: str, *, button_width: str = "3rem"
+) -> ipywidgets.Widget:
     """A few buttons of which one is down; the trait holds its index."""
     control = ipywidgets.ToggleButtons(
         options=list(options),
         index=getattr(view, key),
         description=label,
-        style={"description_width": "initial", "button_width": "3rem"},
+        style={"description_width": "initial", "button_width": button_width},
     )
     ipywidgets.jslink((control, "index"), (view, key))
     return control

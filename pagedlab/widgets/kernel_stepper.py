@@ -94,8 +94,8 @@ class KernelStepper(Panel):
                 label = data["token_is"] if key == "token" else key
                 controls[key] = slider(view, key, stops[key], label)
         if stops["pane"] > 1:
-            controls["pane"] = choice(view, "pane", data["panes"], "show")
-            controls["pane"].style.button_width = "auto"
+            panes = data["panes"]
+            controls["pane"] = choice(view, "pane", panes, "show", button_width="auto")
         super().__init__(view, controls)
 
 
