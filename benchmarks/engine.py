@@ -115,11 +115,14 @@ def replay_rate(engine: Engine, rounds: int) -> float:
     return statistics.median(rates[1:])
 
 
-def profile(engine: Engine, steps: int = 32) -> tuple[dict[str, float], list[tuple[str, float]]]:
+def profile(
+    engine: Engine, steps: int = 32, temperature: float = 0
+) -> tuple[dict[str, float], list[tuple[str, float]]]:
     """CUDA calls that allocate, copy or wait, per step; and kernels with their us per step."""
     batch = engine.table.num_slots
     for slot in range(batch):
-        engine.submit(random_ids(engine.model.config.vocab_size, START, seed=slot), steps + 16)
+        ids = random_ids(engine.model.config.vocab_size, START, seed=slot)
+        engine.submit(ids, steps + 16, temperature=temperature, seed=slot)
     for _ in range(8):
         engine.step()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -163,6 +166,8 @@ def measure_steady(model: Llama) -> Iterable[Row]:
         print("  calls a step:", {name: round(n, 2) for name, n in per_step.items()})
         for name, us in kernels:
             print(f"  {us:9.1f} us a step  {name[:90]}")
+        drawn_kernels = dict(profile(engine, temperature=1.0)[1])
+        print(f"  {drawn_kernels['score_kernel']:9.1f} us a step  score_kernel, temperature 1")
         yield row("graphs, profiled", batch, greedy) | {"calls_per_step": per_step}
         del engine
         rate = steady_rate(Engine(model, **sizes), SLOW_ROUNDS)

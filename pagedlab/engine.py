@@ -52,7 +52,8 @@ class Engine:
         on_token: called as on_token(request, token) for each token, at the end of its step.
         graphs: decode by replaying CUDA graphs of fused kernels (DecodeGraph), for a model on a
             CUDA device and the package's attention. Takes some seconds to begin; a sequence gets
-            its next block one token earlier.
+            its next block one token earlier, and of a long queue an eighth of the slots is admitted
+            at a time, since prompts are prefilled without graphs and best together.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -116,7 +117,7 @@ class Engine:
             from pagedlab.decode_graph import DecodeGraph  # needs Triton
 
             self.graph = DecodeGraph(model, self.cache, table)
-            self.scheduler.ahead = 1
+            self.scheduler.ahead, self.scheduler.together = 1, max(1, table.num_slots // 8)
 
     def submit(
         self,

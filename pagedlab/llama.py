@@ -273,9 +273,7 @@ class Llama:
             q, k = rotated[:, : c.num_q_heads], rotated[:, c.num_q_heads :]
             attended = attend(layer, q, k, v)  # [num_tokens, num_q_heads, head_dim]
             x = x + linear(attended.flatten(1), weights.attention_out)
-            gate, up = linear(norm(x, weight=weights.mlp_norm), weights.gate_up).chunk(2, dim=-1)
-            gated = F.silu(gate, inplace=True).mul_(up)  # where gate was: it is the largest tensor
-            x = x + linear(gated, weights.down)
+            x = x + mlp(norm(x, weight=weights.mlp_norm), weights)
         return norm(x, weight=self.norm)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -298,6 +296,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return F.linear(x, weight)
+
+
+def mlp(x: Tensor, weights: Layer) -> Tensor:
+    """A layer's MLP, silu(gate) * up and down again; the product takes the place of gate."""
+    gate, up = linear(x, weights.gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate, inplace=True).mul_(up), weights.down)
 
 
 def rope_frequencies(config: LlamaConfig) -> Tensor:

@@ -97,6 +97,7 @@ class Scheduler:
     ) -> None:
         self.pool, self.table, self.block_size, self.events = pool, table, block_size, events
         self.ahead = 0  # tokens beyond its own for which a request owns blocks
+        self.together = 1  # while so many wait, nobody is admitted until as many slots are free
         self.step = 0  # number of the step in progress, or of the last one
         self.queue: deque[Request] = deque()
         self.slots: list[Request | None] = [None] * table.num_slots
@@ -121,7 +122,8 @@ class Scheduler:
                 self.queue.appendleft(youngest)
             if request.slot != UNASSIGNED:
                 self._grow(request)
-        while self.queue and None in self.slots and self.fits(self.queue[0]):
+        admitting = self.slots.count(None) >= min(self.together, len(self.queue))
+        while admitting and self.queue and None in self.slots and self.fits(self.queue[0]):
             request = self.queue.popleft()
             request.slot = self.slots.index(None)
             self.slots[request.slot] = request

@@ -14,7 +14,7 @@ from pagedlab import LLAMA_3_2_1B, checkpoint
 from pagedlab.__main__ import main
 
 torch.set_num_threads(1)
-FRANCE = "What is the capital of France?"
+JAPAN = "What is the capital of Japan?"
 ELEMENT = ["--physical-block", "3", "--token", "5", "--kv-head", "2", "--lane", "7"]
 
 
@@ -63,8 +63,8 @@ def tiny_model(tmp_path_factory):
 
 
 def test_one_prompt_prints_the_answer_and_nothing_else():
-    result = run("decode", FRANCE)
-    assert result.stdout == "The capital of France is Paris.\n"
+    result = run("decode", JAPAN)
+    assert result.stdout == "The capital of Japan is Tokyo.\n"
     assert result.stderr == ""
     assert result.returncode == 0
 

@@ -181,6 +181,13 @@ def test_choose_takes_the_token_that_sample_takes(dtype, vocab_size):
     assert choose_tokens(logits, settings, positions).tolist() == expected.tolist()
 
 
+def test_choose_finds_the_largest_noise_where_all_logits_are_equal():
+    """Here the noise decides alone, and float32 must not lose the best of many close ones."""
+    logits, settings = torch.zeros(60, 3 * PART + 5), [Sampling(1.0, seed=i) for i in range(60)]
+    expected = sample(logits, settings, [9] * 60)
+    assert choose_tokens(logits, settings, [9] * 60).tolist() == expected.tolist()
+
+
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_choose_draws_at_any_temperature_and_depends_on_no_other_row():
     logits = random(1, PART + 9).expand(6, -1).contiguous()

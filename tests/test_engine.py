@@ -731,7 +731,7 @@ def test_nan_in_every_free_block_changes_nothing():
 
 
 CHATS = [
-    "What is the capital of France?",
+    "What is the capital of Japan?",
     "Write a haiku about the sea.",
     "Name three primary colours.",
     "Explain in one sentence why the sky is blue.",
@@ -773,4 +773,4 @@ def test_the_demo_model_says_what_transformers_says(demo, golden, way):
     assert [request.tokens for request in requests] == golden
     assert ("preempt" in {action for action, _ in slot_actions(engine)}) == (way == "preempted")
     engine.check_integrity()
-    assert tokenizer.decode(requests[0].tokens) == "The capital of France is Paris."
+    assert tokenizer.decode(requests[0].tokens) == "The capital of Japan is Tokyo."

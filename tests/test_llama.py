@@ -255,14 +255,14 @@ def test_the_demo_model_answers():
         Llama.from_checkpoint(dtype=torch.float32, device="cpu"),
         Tokenizer.from_checkpoint(),
     )
-    ids = tokenizer.chat("What is the capital of France?")
+    ids = tokenizer.chat("What is the capital of Japan?")
     cache, table = paged(model, num_slots=1, block_size=16)
     logits, answer = model.prefill(ids, cache, table, 0), []
     while len(answer) < 9 and logits.argmax() not in model.config.eos_token_ids:
         answer.append(int(logits.argmax()))
         length = int32(len(ids) + len(answer))
         logits = model.decode(answer[-1:], cache, table, length, int32(0))[0]
-    assert tokenizer.decode(answer) == "The capital of France is Paris."
+    assert tokenizer.decode(answer) == "The capital of Japan is Tokyo."
 
 
 def test_prompts_side_by_side_get_the_logits_they_get_alone():

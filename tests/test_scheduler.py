@@ -182,3 +182,22 @@ def test_a_table_that_refuses_costs_no_block():
     assert request.num_blocks == 1
     assert scheduler.pool.free_blocks == free_before[:-NUM_LAYERS]
     scheduler.pool.check_integrity()
+
+
+def test_of_a_long_queue_several_are_admitted_together_and_a_short_one_does_not_wait():
+    scheduler = Scheduler(BlockPool(400), BlockTable(16, 1, 4), block_size=4)
+    scheduler.together = 4
+    scheduler.queue += [Request(i, [1, 2], 5) for i in range(24)]
+    assert len(scheduler.schedule()) == 16
+    for left in (15, 14, 13):
+        scheduler.finish(scheduler.running[0], "length")
+        assert len(scheduler.schedule()) == left
+    scheduler.finish(scheduler.running[0], "length")
+    assert [r.id for r in scheduler.schedule()[-4:]] == [16, 17, 18, 19]
+    for _ in range(2):
+        scheduler.finish(scheduler.queue[-1], "cancelled")
+    scheduler.finish(scheduler.running[0], "length")
+    assert len(scheduler.queue) == 2
+    assert len(scheduler.schedule()) == 15
+    scheduler.finish(scheduler.queue[-1], "cancelled")
+    assert scheduler.schedule()[-1].id == 20

@@ -59,15 +59,15 @@ def test_transformers_reads_the_converted_tokenizer_the_same_way(tokenizer):
 
 
 def test_a_question_becomes_a_conversation(tokenizer):
-    ids = tokenizer.chat("What is the capital of France?")
+    ids = tokenizer.chat("What is the capital of Japan?")
     assert tokenizer.decode(ids, skip_special_tokens=False) == (
         "<|im_start|>system\n"
         "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     assert (len(ids), ids[:3], ids[-3:]) == (37, [1, 9690, 198], [520, 9531, 198])
-    assert ids == tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
+    assert ids == tokenizer.chat([{"role": "user", "content": "What is the capital of Japan?"}])
 
 
 @settings(max_examples=200)
@@ -79,9 +79,9 @@ def test_decoding_gives_the_text_back(tokenizer, text):
 
 
 def test_special_tokens_are_left_out_of_text_unless_asked_for(tokenizer):
-    ids = [*tokenizer.encode("Paris."), 2]
-    assert tokenizer.decode(ids) == "Paris."
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "Paris.<|im_end|>"
+    ids = [*tokenizer.encode("Tokyo."), 2]
+    assert tokenizer.decode(ids) == "Tokyo."
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "Tokyo.<|im_end|>"
 
 
 @pytest.mark.parametrize("text", ["a🦙b", "日本語", "e\u0301", "👩‍👩‍👧!", "नमस्ते", HARD_TEXT])

@@ -1,7 +1,9 @@
 """sampling.py's choice of a token for a decode step, without its filters, in two small kernels.
 
 score_kernel finds the best token of each part of the vocabulary, choose_kernel the best of those;
-it also readies the next step: the token is its input, one position further on.
+it also readies the next step: the token is its input, one position further on. sampling.py adds the
+noise of a draw in float64, which a GPU does slowly: float32 finds the few tokens of a part that may
+be the best, and float64 decides between those.
 """
 
 import torch
@@ -21,6 +23,22 @@ def mix(word):
 
 
 @triton.jit
+def random_word(seed, position, token):
+    """sampling.random_words, a token's 32 random bits."""
+    hashed = mix(mix(mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ position)
+    return mix(mix(hashed ^ token.to(tl.uint32)) + hashed)
+
+
+@triton.jit
+def rough_gumbel(word):
+    """Gumbel noise in float32, within 1e-5: where the word is large, log(1 - d) is a series."""
+    d = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) / 4294967296.0
+    series = d * (1 + d * (0.5 + d * (1 / 3 + d * 0.25)))
+    plain = -tl.log((word.to(tl.float32) + 0.5) / 4294967296.0)
+    return -tl.log(tl.where(d < 1 / 64, series, plain))
+
+
+@triton.jit
 def score_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     temperatures_ptr,  # [num_rows] float32, 0: greedy
@@ -32,22 +50,34 @@ def score_kernel(
     PART: tl.constexpr,
 ):
     row = tl.program_id(0)
-    token = tl.program_id(1) * PART + tl.arange(0, PART)
+    place = tl.arange(0, PART)
+    token = tl.program_id(1) * PART + place
     temperature = tl.load(temperatures_ptr + row)
     logits_ptr += row.to(tl.int64) * vocab_size
-    score = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf"))
-    score = tl.where(score == score, score, float("inf")).to(tl.float64)
-    if temperature > 0:
+    logit = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    logit = tl.where(logit == logit, logit, float("inf"))
+    best, best_place = tl.max(logit, 0).to(tl.float64), tl.argmax(logit, 0)
+    if temperature > 0 and tl.abs(best) < float("inf"):
         seed = tl.load(seeds_ptr + row)
         position = tl.load(positions_ptr + row).to(tl.uint32)
-        hashed = mix(mix(mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ position)
-        word = mix(mix(hashed ^ token.to(tl.uint32)) + hashed)
-        noise = -tl.log(-tl.log((word.to(tl.float64) + 0.5) / 4294967296.0))
         scale = tl.minimum(tl.maximum(temperature, 1e-30), 1e30)  # quotients stay finite
-        score = score / scale.to(tl.float64) + noise
+        rough = logit / scale + rough_gumbel(random_word(seed, position, token))
+        bound = tl.max(rough, 0)
+        bound -= 1e-4 + 1e-6 * tl.abs(bound)
+        left = ~(rough < bound)
+        best = best * 0 - float("inf")
+        for _ in range(tl.sum(left.to(tl.int32), 0)):
+            i = tl.argmax(left.to(tl.int32), 0)  # the first that is left
+            word = random_word(seed, position, tl.program_id(1) * PART + i)
+            noise = -tl.log(-tl.log((word.to(tl.float64) + 0.5) / 4294967296.0))
+            one = tl.sum(tl.where(place == i, logit, 0.0), 0)
+            score = one.to(tl.float64) / scale.to(tl.float64) + noise
+            best_place = tl.where(score > best, i, best_place)
+            best = tl.maximum(best, score)
+            left = left & (place != i)
     part = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scores_ptr + part, tl.max(score, 0))
-    tl.store(tokens_ptr + part, tl.program_id(1) * PART + tl.argmax(score, 0))
+    tl.store(scores_ptr + part, best)
+    tl.store(tokens_ptr + part, tl.program_id(1) * PART + best_place)
 
 
 @triton.jit

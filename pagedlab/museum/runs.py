@@ -22,7 +22,7 @@ from pagedlab.stand_in import NeedsTriton
 from pagedlab.tokenizer import Tokenizer
 
 Attention = Callable[..., torch.Tensor]
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of Japan?"
 DAYS = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,"  # 16 tokens
 COUNT = "One, two, three, four, five, six, seven, eight,"  # 16 tokens
 
@@ -214,7 +214,7 @@ def says_with_generate(generate: Callable[..., list[int]]) -> str:
         table.assign_layers(0, logical_block, range(first, first + num_layers))
     cache = PagedKVCache(model.kv_layout(), 8 * num_layers, model.device)
     model.prefill(tokenizer.encode(f"{DAYS} {COUNT} " * 3), cache, table, slot=0)
-    begun = "The capital of France is"
+    begun = "The capital of Japan is"
     tokens = generate(model, tokenizer.encode(begun), 12, cache, table)
     return repr(begun + tokenizer.decode(tokens))
 
