@@ -26,8 +26,8 @@ CORE = (
     "layout block_pool block_table kv_cache reference attention trace checkpoint tokenizer "
     "llama sampling scheduler decode_graph engine"
 )
-# Of these, 356 lines are decode_graph, decode_ops and choose: what CUDA graphs and fusing cost.
-MAX_CORE_LINES, MAX_MODULE_LINES = 2850, 250
+# Of these, 378 lines are decode_graph, decode_ops and choose: what CUDA graphs and fusing cost.
+MAX_CORE_LINES, MAX_MODULE_LINES = 2860, 250
 # What a Colab runtime held in August 2026.
 COLAB = {
     "anywidget": "0.9.21",
