@@ -20,9 +20,10 @@ class DecodeGraph:
     """What Llama.decode and sample do for an engine, captured once per batch size and replayed.
 
     A replay depends on nothing that the host knows. Tokens, lengths, slots and settings come to
-    the device in one copy, and each step leaves there what the next one needs: so as long as all
-    requests go on, a step is launched before the tokens of the one before are read. Batches are
-    padded to a captured size with rows of length 0, which read and write nothing.
+    the device in one copy, and each step leaves there what the next one needs: so as long as nobody
+    joins, a step is launched before the tokens of the one before are read. Requests that end stay
+    as rows whose tokens nobody asks for: once their slot's blocks are gone from the table they read
+    and write nothing. Batches are padded to a captured size with rows of length 0, likewise.
 
     Args:
         model, cache, table: the engine's, on a CUDA device. All batch sizes, powers of two, are
@@ -53,7 +54,7 @@ class DecodeGraph:
             decoding: requests with all tokens but the last in the cache, and blocks for one more
                 than they have.
             others: int64 on the device, tokens that are read in the same copy.
-            goes_on: whether the next step decodes the same, but for those that an EOS ends.
+            goes_on: whether the next step decodes no others; some may end or be preempted.
         """
         if any(self.ahead.get(r) != (r.slot, r.num_tokens) for r in decoding):
             self._launch(decoding)
@@ -65,7 +66,7 @@ class DecodeGraph:
             chosen, goes_on = sample(logits[: len(chosen)], settings, positions), False
         read = torch.cat((chosen, *others)).to("cpu", non_blocking=True)
         self.arrived.record()
-        if goes_on and self.requests == decoding:
+        if goes_on and self._size(len(self.requests)) == self._size(len(decoding)):
             self._replay()
             self.ahead = {r: (r.slot, r.num_tokens + 1) for r in decoding}
         self.arrived.synchronize()

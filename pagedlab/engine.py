@@ -252,7 +252,7 @@ class Engine:
         if self.graph is None:
             return chosen[0].tolist()
         ends = [min(len(r.prompt) + r.max_new_tokens, self.max_seq_len) for r in decoding]
-        go_on = all(r.num_tokens + 1 < end for r, end in zip(decoding, ends, strict=True))
+        go_on = any(r.num_tokens + 1 < end for r, end in zip(decoding, ends, strict=True))
         return self.graph.choose(decoding, chosen, go_on and not admitted)
 
     def _finish_reason(self, request: Request, token: int) -> str | None:

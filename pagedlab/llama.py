@@ -262,19 +262,29 @@ class Llama:
 
     def _decoder(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [num_tokens, hidden_size]; attend(layer, q, k, v) owns the cache."""
-        c, num_qk_heads = self.config, self.config.num_q_heads + self.config.num_kv_heads
+        c = self.config
         norm = partial(F.rms_norm, normalized_shape=(c.hidden_size,), eps=c.rms_norm_eps)
-        cos, sin = rope_rotation(positions, self.frequencies)
+        rotation = rope_rotation(positions, self.frequencies)
         x = F.embedding(tokens, self.embedding)  # [num_tokens, hidden_size]
         for layer, weights in enumerate(self.layers):
-            heads = linear(norm(x, weight=weights.attention_norm), weights.qkv)
-            heads = heads.view(len(tokens), num_qk_heads + c.num_kv_heads, c.head_dim)
-            rotated, v = rotate(heads[:, :num_qk_heads], cos, sin), heads[:, num_qk_heads:]
-            q, k = rotated[:, : c.num_q_heads], rotated[:, c.num_q_heads :]
-            attended = attend(layer, q, k, v)  # [num_tokens, num_q_heads, head_dim]
-            x = x + linear(attended.flatten(1), weights.attention_out)
+            own = partial(attend, layer)
+            x = x + self._attention(norm(x, weight=weights.attention_norm), weights, rotation, own)
             x = x + mlp(norm(x, weight=weights.mlp_norm), weights)
         return norm(x, weight=self.norm)
+
+    def _attention(
+        self,
+        x: Tensor,
+        weights: Layer,
+        rotation: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """A layer's attention, from its q, k and v to its output projection."""
+        num_q_heads, num_kv_heads = self.config.num_q_heads, self.config.num_kv_heads
+        heads = linear(x, weights.qkv).unflatten(1, (-1, self.config.head_dim))
+        rotated, v = rotate(heads[:, :-num_kv_heads], *rotation), heads[:, -num_kv_heads:]
+        attended = attend(rotated[:, :num_q_heads], rotated[:, num_q_heads:], v)
+        return linear(attended.flatten(1), weights.attention_out)
 
     def _logits(self, x: Tensor) -> Tensor:
         return linear(x, self.head).float()

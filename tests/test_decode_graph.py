@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagedlab import BlockPool, BlockTable, Engine, Llama, LlamaConfig
+from pagedlab import BlockPool, BlockTable, Engine, Llama, LlamaConfig, attention, decode_graph
+from pagedlab.attention import AttentionPlan
 from pagedlab.decode_graph import DecodeGraph
 from pagedlab.engine import SlotEvent
 from pagedlab.llama import Layer
@@ -54,12 +55,19 @@ class Uncaptured(DecodeGraph):
         self.graphs[size][1] = self._step(size)
 
 
+def unchecked_plan(seq_lens, *_):
+    return AttentionPlan(len(seq_lens), None, None)
+
+
 @pytest.fixture(autouse=True)
 def no_cuda(monkeypatch):
-    """A CPU's memory is pinned and its kernels are done when they are launched."""
+    """A CPU's memory is pinned and its kernels are done when they are launched. As on a GPU, what
+    does not fit is left to them: a row without blocks is NaN."""
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    for module in (attention, decode_graph):
+        monkeypatch.setattr(module, "attention_plan", unchecked_plan)
 
 
 def with_graph(model, num_slots, num_blocks=None, max_seq_len=64, **options):
@@ -104,9 +112,31 @@ def test_a_step_is_launched_ahead_while_all_go_on_and_runs_once(model):
     requests = [engine.submit([1, 2], 6), engine.submit([3], 9)]
     engine.run()
     assert [len(request.tokens) for request in requests] == [6, 9]
-    # the first prefills; the second launches itself and the third; the sixth ends a request
-    assert steps == [2, 2, 3, 4, 5, 7, 7, 8]
+    # the first prefills; the second launches itself and the third; the sixth ends a request, whose
+    # row stays for the seventh; then a smaller graph suffices
+    assert steps == [2, 2, 3, 4, 5, 6, 8, 8]
     assert len(steps) == engine.scheduler.step - 1
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
+def test_rows_of_ended_requests_do_no_harm_while_others_wait_for_their_slots(model):
+    """With together = 3 two slots stay free for some steps, and then others' blocks are in them."""
+    engine = with_graph(model, 4, 11 * CONFIG.num_layers)
+    engine.scheduler.together = 3
+    lengths = [3, 5, 14, 20, 6, 9, 4, 13, 7]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(lengths))]
+    launches, launch = [], engine.graph._launch
+    engine.graph._launch = lambda rows: (launches.append(engine.scheduler.step), launch(rows))
+    requests = [
+        engine.submit(p, n, temperature=0.7 * (n % 2), seed=n)
+        for p, n in zip(prompts, lengths, strict=True)
+    ]
+    while engine.scheduler.queue or engine.scheduler.running:
+        engine.step()
+        engine.check_integrity()
+    assert len(launches) < engine.scheduler.step / 2
+    for request, prompt, n in zip(requests, prompts, lengths, strict=True):
+        assert request.tokens == alone(model, prompt, n, temperature=0.7 * (n % 2), seed=n)[0]
 
 
 def test_an_eos_wastes_the_step_ahead_and_nothing_else(model):

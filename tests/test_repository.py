@@ -27,7 +27,7 @@ CORE = (
     "llama sampling scheduler decode_graph engine"
 )
 # Of these, 378 lines are decode_graph, decode_ops and choose: what CUDA graphs and fusing cost.
-MAX_CORE_LINES, MAX_MODULE_LINES = 2860, 250
+MAX_CORE_LINES, MAX_MODULE_LINES = 2870, 250
 # What a Colab runtime held in August 2026.
 COLAB = {
     "anywidget": "0.9.21",
