@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help book test lint notebooks bench record browser clean
+.PHONY: help book test lint notebooks bench sanitize record browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ bench: $(READY) browser  ## measure engine, widgets and waste on this machine; k
 	@! nvidia-smi -L >/dev/null 2>&1 || for name in attention ceilings copies decode_ops engine; \
 		do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
+sanitize:  ## run the GPU tests of the kernels under compute-sanitizer; needs an NVIDIA GPU
+	sh tools/sanitize.sh
+
 record: $(READY)  ## record the decode shown in the book; needs an NVIDIA GPU
 	$(BIN)/python tools/record.py decode
 
@@ -41,7 +44,7 @@ browser: $(READY)
 	@$(BIN)/python tools/browser.py
 
 clean:  ## remove what the targets above wrote, except .venv
-	rm -rf _build build dist *.egg-info book/_static/vendor
+	rm -rf _build build dist *.egg-info book/_static/vendor sanitize_logs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements.txt pyproject.toml tools/setup.sh
