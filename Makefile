@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help book test lint notebooks bench sanitize record browser clean
+.PHONY: help book test lint notebooks bench record browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -33,9 +33,6 @@ bench: $(READY) browser  ## measure engine, widgets and waste on this machine; k
 	$(BIN)/python benchmarks/waste.py
 	@! nvidia-smi -L >/dev/null 2>&1 || for name in attention ceilings copies decode_ops engine; \
 		do $(BIN)/python benchmarks/$$name.py || exit 1; done
-
-sanitize:  ## run the GPU tests of the kernels under compute-sanitizer; needs an NVIDIA GPU
-	sh tools/sanitize.sh
 
 record: $(READY)  ## record the decode shown in the book; needs an NVIDIA GPU
 	$(BIN)/python tools/record.py decode
