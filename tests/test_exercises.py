@@ -271,3 +271,21 @@ def test_lists_tensors_and_tuples_are_the_same_answer():
 def test_an_unknown_exercise_is_named_in_one_line():
     with pytest.raises(ValueError, match=r"^check: expected one of 1\.1, .*, got '9\.99'$"):
         check("9.99", print)
+
+
+def test_numbers_are_compared_by_value_whatever_their_kind():
+    """tensors' sums are floats, and a reader's `[72.0]` is right where `[72]` is expected."""
+
+    def in_torch(products):
+        warps = torch.tensor(products).float()
+        warps = torch.nn.functional.pad(warps, (0, -len(warps) % 32)).view(-1, 32)
+        return warps.sum(1), warps.sum() / len(products) ** 0.5
+
+    assert check("5.3", in_torch).status == "passed"
+
+
+def test_advice_that_no_rule_chose_is_not_shown_for_what_was_raised():
+    result = check("5.3", lambda products: products**0.5)
+    assert result.status == "failed"
+    assert "TypeError" in dict(result.details)["got"]
+    assert "revisit" not in dict(result.details)
