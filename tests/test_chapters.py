@@ -54,7 +54,13 @@ MODULES = {
     "08_real_model": ["checkpoint", "tokenizer", "llama"],
     "09_many_sequences": ["scheduler", "engine"],
     "10_ledger": ["ledger"],
-    "11_costs": ["kernels.split_kv", "kernels.plan"],
+    "11_costs": [
+        "kernels.split_kv",
+        "kernels.plan",
+        "kernels.decode_ops",
+        "kernels.choose",
+        "decode_graph",
+    ],
     "12_museum": ["museum.exhibit", "museum.prefix_cache"],
 }
 # Public to the package, of no use to a reader; so are functions named expect...

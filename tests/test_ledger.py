@@ -1,13 +1,14 @@
 """The article's ledger: every verdict stands, every mutant is refuted, recordings say the same.
 
-The recordings are one made here, by the code that records on a GPU, and the committed one once
-there is one.
+The recordings are one made here, by the code that records on a GPU, and the committed one, which
+chapter 10 shows; what its text says of a GPU is held against that.
 """
 
 import json
 import re
 import shutil
 import subprocess
+from html import escape as html_text
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,14 @@ def own_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=["here", *["committed"] * COMMITTED.exists()])
+@pytest.fixture
+def answers():
+    """The committed recording's evidence by claim."""
+    findings = recordings.load(COMMITTED).data["findings"]
+    return {id: finding["evidence"] for id, finding in findings.items()}
+
+
+@pytest.fixture(params=["here", "committed"])
 def recording(request, own_file):
     path = own_file if request.param == "here" else COMMITTED
     assert path.stat().st_size < 1_000_000
@@ -115,24 +123,57 @@ def test_a_recording_agrees_with_this_machine_where_sizes_do_not_differ(recordin
     assert compared >= 15
 
 
-def test_a_gpu_recording_has_what_only_a_gpu_shows(recording):
-    if recording.data["device"] == "cpu":
-        assert "CPU" in recording.provenance["device"]
-        return
-    assert "CPU" not in recording.provenance["device"]
-    findings = {id: recording.data["findings"][id]["evidence"] for id in ledger.CLAIMS}
+def test_a_recording_says_which_device_answered(recording):
+    assert (recording.data["device"] == "cpu") == ("CPU" in recording.provenance["device"])
+
+
+def test_the_book_shows_answers_of_a_gpu_with_the_whole_toolkit(answers):
+    assert recordings.load(COMMITTED).data["device"] == "cuda"
     for id in GPU_CLAIMS:
-        assert not [v for v in findings[id].values() if str(v).startswith(cuda.NOT_RUN)], id
-    assert findings["barriers"]["hazards, 2 barriers"] > 0
-    assert findings["barriers"]["hazards, 3 barriers"] == 0
-    assert (
-        findings["two_warps"]["128 threads, off by"]
-        > 100 * findings["two_warps"]["CUDA, 64 threads, off by"]
-    )
-    assert findings["int32"]["written, from the cache's start"] == -(2**31)
-    copied = findings["copies"]
+        assert not [v for v in answers[id].values() if str(v).startswith(cuda.NOT_RUN)], id
+
+
+def test_the_gpu_found_the_race_as_the_chapter_tells_it(answers):
+    race = answers["barriers"]
+    assert race["hazards, 2 barriers"] > 100
+    assert re.search(r"\(0 errors, [1-9]\d* warnings?\)$", race["racecheck, 2 barriers"])
+    assert race["hazards, 3 barriers"] == 0
+    assert race["outputs off by, 2 barriers"] > 0.1  # "far off"
+    assert race["outputs off by, 3 barriers"] < 1e-4
+    report = race["report"]
+    assert race["racecheck, 2 barriers"] in report
+    assert {"Write access", "Read access"} == set(re.findall(r"(\w+ access) at", report))
+    (in_braces,) = re.findall(r"^\{.*\}$", report, re.MULTILINE)
+    assert json.loads(in_braces)["relative_difference"] < 1e-4  # few programs, and right
+    source = (cuda.FOLDER / "two_warps.cu").read_text().splitlines()
+    named = {source[int(line) - 1].strip() for line in re.findall(r"\.cu:(\d+)", report)}
+    assert named == {"sums[0] = sum;", "const float score = sums[0];"}
+
+
+def test_the_gpu_loses_lanes_and_wraps_as_the_chapter_tells_it(answers, own_file):
+    assert answers["two_warps"]["CUDA, 64 threads, off by"] < 1e-5  # "rounding"
+    assert answers["two_warps"]["128 threads, off by"] > 0.1  # "a good part of the answer"
+    assert answers["two_warps"]["head_dim 128"] == "50%"
+    assert answers["in_place"]["runs"] >= 200
+    assert answers["int32"]["written, from the cache's start"] == -(2**31)
+    assert answers["int32"]["the right byte"] == "untouched"
+    here = json.loads(own_file.read_text())["data"]["findings"]
+    for id in ("merge", "real_model"):
+        assert answers[id] == here[id]["evidence"]
+    assert answers["rope"] == pytest.approx(here["rope"]["evidence"], rel=1e-6, abs=1e-12)
+
+
+def test_copies_cost_the_gpu_what_the_chapter_says(answers):
+    copied = answers["copies"]
     assert copied["per_layer, copies recorded"] == 16 * copied["per_step, copies recorded"]
-    assert copied["per_layer, us a token"] > copied["changed_entries, us a token"]
+    more = {
+        way: copied[f"{way}, us a token"] - copied["no copy, us a token"]
+        for way in ("changed_entries", "per_step", "per_layer")
+    }
+    on_the_wire = copied["bytes a copy"] / 64e9 * 1e6  # us; PCI Express 5.0
+    assert more["per_layer"] / 16 > 10 * on_the_wire  # "many times what they would"
+    assert more["per_step"] < more["per_layer"] / 5  # "paid once"
+    assert more["changed_entries"] < more["per_layer"] / 20  # "next to nothing"
 
 
 def test_recording_says_what_to_look_at(own_file):
@@ -155,15 +196,30 @@ def test_the_ledger_shows_every_claim_with_and_without_a_gpu(recording):
     for gpu in (None, recording):
         table = ledger.Ledger(findings, gpu)
         html, text = table._repr_html_(), repr(table)
+        assert "here: CPU</th>" in html
         assert len(table) == len(ledger.CLAIMS)
         assert table.refuted == []
         assert sum(map(len, table.verdicts.values())) == len(table)
         for claim in ledger.CLAIMS.values():
             assert f"<code>{claim.id}</code>" in html
             assert f"{claim.id}: {claim.verdict}. n: 4,096" in text
-        assert ledger.NOT_RECORDED in html if gpu is None else gpu.describe() in html
-        assert ("on a GPU</th>" in html) == (gpu is not None)
+            assert html_text(claim.check_in_words) in html
+        assert (ledger.NO_ANSWER if gpu is None else gpu.describe()) in table.caption
+        assert html_text(table.caption) in html
         assert table.caption in text
+        assert html.count("</th>") == 3 + (gpu is not None)
+        if gpu is not None:
+            assert f"recorded: {gpu.provenance['device']}, {gpu.provenance['date'][:10]}<" in html
+            assert table.gpu_answer("lifo").endswith("out next: 65,535; mutants refuted: 2 of 2")
+
+
+def test_what_a_gpu_refuted_is_marked(own_file):
+    gpu = recordings.load(own_file)
+    gpu.data["findings"]["lifo"] |= {"stands": False, "evidence": {}, "problem": "another block"}
+    table = ledger.examine_all(["lifo"], gpu=gpu)
+    assert table.gpu_answer("lifo") == "✗ another block"
+    assert "✗ another block</td>" in table._repr_html_()
+    assert ledger.examine_all(["lifo"]).gpu_answer("lifo") == ledger.NO_ANSWER
 
 
 def test_what_is_refuted_is_marked():
@@ -210,12 +266,13 @@ def test_only_a_ledger_stands_beside_a_ledger():
         ledger.examine_all(["lifo"], gpu=3)
 
 
-def test_without_a_recording_the_gpu_has_not_answered(tmp_path, monkeypatch, own_file):
+def test_the_gpus_answers_are_the_books_recording(tmp_path, monkeypatch, own_file):
+    assert ledger.on_gpu() == recordings.load(COMMITTED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recordings, "PACKAGE", tmp_path / "pagedlab")
     monkeypatch.setattr(recordings, "_installed", lambda name: [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert ledger.on_gpu() is None
+    with pytest.raises(recordings.RecordingError, match=r"got 'ledger'$"):
+        ledger.on_gpu()
     (tmp_path / "recordings").mkdir()
     shutil.copy(own_file, tmp_path / "recordings/ledger.json")
     assert ledger.on_gpu().kind == "ledger"

@@ -67,6 +67,28 @@ def test_a_failing_cell_is_shown_with_its_reason(tmp_path: Path, cell: str, reas
     assert reason in said
 
 
+@pytest.mark.parametrize("num_chapters", [1, 2])
+@pytest.mark.parametrize("command", [[str(SCRIPT)], ["-c", NO_WIDGETS]], ids=["all", "no widgets"])
+def test_show_prints_what_each_cell_prints_and_its_value(
+    tmp_path: Path, command: list[str], num_chapters: int
+) -> None:
+    widget = IMPORTS + LAYOUT + "AddressCalculator(layout)"
+    path = chapter(tmp_path, "print('said')\n6 * 7", "x = 1", widget, "print('last')\n1 / 0")
+    status, said = run(*command, "--show", *[path] * num_chapters)
+    shown = [
+        *("--- 01_x, cell 1\nsaid\n42", "--- 01_x, cell 2", "--- 01_x, cell 3"),
+        *("<AddressCalculator>", "--- 01_x, cell 4\nlast", "01_x: failed in cell 4:\n"),
+    ]
+    assert status == 1
+    assert said.count("\n".join(shown)) == num_chapters, said
+    assert "--- 01_x" not in run(*command, path)[1]
+
+
+def test_show_prints_while_a_cell_runs(tmp_path: Path) -> None:
+    status, said = run(str(SCRIPT), "--show", chapter(tmp_path, "print(6)\nimport os\nos._exit(7)"))
+    assert (status, said) == (7, "--- 01_x, cell 1\n6\n")
+
+
 def test_one_failing_chapter_fails_the_run_and_the_others_still_run(tmp_path: Path) -> None:
     (tmp_path / "good").mkdir()
     good = chapter(tmp_path / "good", "1")

@@ -1,8 +1,9 @@
 """Run chapters' code cells without Jupyter: `python tools/run_cells.py [CHAPTER.md ...]`.
 
 On a machine with a GPU they run there, as in Colab. Each chapter runs in a process of its own; a
-line says its seconds and "ok", or which cell failed, and then the exit status is 1. `--out FILE`
-keeps all of it as JSON, one entry per chapter. Where the widgets' libraries are missing, stand-ins
+line says its seconds and "ok", or which cell failed, and then the exit status is 1. `--show` prints
+what each cell prints and its last value, as it runs. `--out FILE` keeps how it went as JSON, one
+entry per chapter. Where the widgets' libraries are missing, stand-ins
 take the widgets' arguments and draw nothing; where Triton is, cells that need it are left out.
 """
 
@@ -120,8 +121,22 @@ def supply_missing() -> list[str]:
     return missing
 
 
-def run_cell(code: str, file: str, namespace: dict[str, Any]) -> None:
-    """Execute a cell; its last value is asked for the text that a notebook would show.
+class Tee(io.StringIO):
+    """Keeps what is written to it and, if `show`, prints it at once."""
+
+    def __init__(self, show: bool) -> None:
+        super().__init__()
+        self.show, self.screen = show, sys.stdout
+
+    def write(self, text: str) -> int:
+        if self.show:
+            self.screen.write(text)
+            self.screen.flush()
+        return super().write(text)
+
+
+def run_cell(code: str, file: str, namespace: dict[str, Any]) -> str | None:
+    """Execute a cell; the text that a notebook would show of its last value, a widget's its name.
 
     Raises:
         ValueError: the last value is a widget that complains about its data.
@@ -136,23 +151,30 @@ def run_cell(code: str, file: str, namespace: dict[str, Any]) -> None:
         last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
     exec(compile(tree, file, "exec"), namespace)
     value = eval(compile(last, file, "eval"), namespace) if last else None
-    repr(value)
+    text = repr(value)
     data = getattr(getattr(value, "view", None), "data", {})
     if "error" in data:
         raise ValueError(f"{type(value).__name__}: {data['error']}")
+    if isinstance(value, getattr(sys.modules.get("ipywidgets"), "Widget", ())):
+        return f"<{type(value).__name__}>"
+    return None if value is None else text
 
 
-def run_chapter(chapter: Path) -> dict[str, Any]:
+def run_chapter(chapter: Path, show: bool = False) -> dict[str, Any]:
     """Run all cells of one chapter as __main__; how it went, as data."""
     result: dict[str, Any] = {"chapter": chapter.stem, "ok": True, "cells": 0, "left_out": []}
     result["not_drawn"] = supply_missing()
     start, main = time.perf_counter(), ModuleType("__main__")
     sys.modules["__main__"] = main
     for number, code in enumerate(cells(chapter), start=1):
-        output = io.StringIO()
+        output = Tee(show)
+        if show:
+            print(f"--- {chapter.stem}, cell {number}", flush=True)
         try:
             with contextlib.redirect_stdout(output):
-                run_cell(code, f"<{chapter.stem}, cell {number}>", vars(main))
+                value = run_cell(code, f"<{chapter.stem}, cell {number}>", vars(main))
+            if show and value is not None:
+                print(value, flush=True)
         except Exception:
             result |= {"ok": False, "failed_cell": number, "code": code}
             result |= {"output": output.getvalue(), "reason": traceback.format_exc()}
@@ -181,11 +203,12 @@ def report(result: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def run_in_process(chapter: Path) -> dict[str, Any]:
+def run_in_process(chapter: Path, show: bool) -> dict[str, Any]:
     """run_chapter in a process of its own; one that dies has failed, too."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, str(Path(__file__).resolve()), str(chapter), "--out", str(out)]
+        command += ["--show"] if show else []
         status = subprocess.run(command).returncode
         if out.exists():
             return json.loads(out.read_text("utf-8"))[0]
@@ -196,16 +219,19 @@ def run_in_process(chapter: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run chapters' code cells without Jupyter.")
     parser.add_argument("chapters", nargs="*", type=Path, metavar="CHAPTER.md")
+    parser.add_argument(
+        "--show", action="store_true", help="print each cell's output and value as it runs"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
     args = parser.parse_args()
     chapters = [chapter.resolve() for chapter in args.chapters]
     if len(chapters) == 1:
         sys.path.insert(0, str(ROOT))
-        results = [run_chapter(chapters[0])]
+        results = [run_chapter(chapters[0], args.show)]
         report(results[0])
     else:
         chapters = chapters or sorted((ROOT / "book").glob("[0-9][0-9]_*.md"))
-        results = [run_in_process(chapter) for chapter in chapters]
+        results = [run_in_process(chapter, args.show) for chapter in chapters]
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     return 0 if all(result["ok"] for result in results) else 1

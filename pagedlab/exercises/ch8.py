@@ -173,7 +173,28 @@ def first_token_unchecked(next_token, prompt, eos_ids, max_new_tokens):
 
 
 def prompt_forgotten(next_token, prompt, eos_ids, max_new_tokens):
+    start = len(prompt)
+    return decode_loop(lambda ids: next_token(ids[start:] or ids), prompt, eos_ids, max_new_tokens)
+
+
+def last_token_fed(next_token, prompt, eos_ids, max_new_tokens):
+    start = len(prompt)
+    return decode_loop(
+        lambda ids: next_token(ids if len(ids) == start else ids[-1:]),
+        prompt,
+        eos_ids,
+        max_new_tokens,
+    )
+
+
+def last_token_fed_at_once(next_token, prompt, eos_ids, max_new_tokens):
     return decode_loop(lambda ids: next_token(ids[-1:]), prompt, eos_ids, max_new_tokens)
+
+
+LAST_TOKEN_FED = (
+    "next_token has no cache, unlike the page's loop: give it the prompt and the answer so far, "
+    "not the last token alone."
+)
 
 
 EXERCISES = (
@@ -241,6 +262,8 @@ EXERCISES = (
             Confusion(
                 "The very first token may be an EOS: check it as well.", first_token_unchecked
             ),
+            Confusion(LAST_TOKEN_FED, last_token_fed),
+            Confusion(LAST_TOKEN_FED, last_token_fed_at_once),
             Confusion("The model needs all tokens so far, the prompt included.", prompt_forgotten),
         ),
     ),

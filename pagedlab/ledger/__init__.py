@@ -41,7 +41,7 @@ COLOURS = {
     "silent": "#0072b2",
 }
 CELL = "text-align:left;vertical-align:top;padding:.4em .6em;border-top:1px solid #80808055"
-NOT_RECORDED = "Not yet recorded on a GPU."
+NO_ANSWER = "No GPU's answer stands beside it."
 
 
 def examine(id: str, part: Any = None, *, device: str | None = None) -> Finding:
@@ -70,7 +70,7 @@ def examine(id: str, part: Any = None, *, device: str | None = None) -> Finding:
 
 
 class Ledger:
-    """Findings as a table, and beside them, where there are any, those of a recording.
+    """Findings as a table, and beside each, if there is a recording, what a GPU answered.
 
     Args:
         findings: what was found here.
@@ -106,26 +106,41 @@ class Ledger:
         }
 
     def gpu_answer(self, id: str) -> str:
-        """What the recording says of a claim."""
+        """What the recording says of a claim: its evidence, and how its mutants fared."""
         if self.gpu is None:
-            return NOT_RECORDED
+            return NO_ANSWER
         recorded = self.gpu.data["findings"][id]
+        if not recorded["stands"]:
+            return f"✗ {recorded['problem']}"
         evidence = {k: v for k, v in recorded["evidence"].items() if k != "report"}
-        return claims.show_evidence(evidence) if recorded["stands"] else recorded["problem"]
+        refuted = list(map(bool, recorded["mutants"].values()))
+        counted = f"mutants refuted: {sum(refuted)} of {len(refuted)}"
+        return f"{claims.show_evidence(evidence)}; {counted}"
 
     def __repr__(self) -> str:
-        lines = [f"{f.claim.id}: {f.claim.verdict}. {f.shown}" for f in self]
+        lines = []
+        for f in self:
+            lines.append(f"{f.claim.id}: {f.claim.verdict}. {f.shown}")
+            if self.gpu is not None:
+                lines.append(f"    {self.gpu.provenance['device']}: {self.gpu_answer(f.claim.id)}")
         return "\n".join([*lines, self.caption])
 
     @property
     def caption(self) -> str:
-        """Where the GPU's answers come from."""
-        return NOT_RECORDED if self.gpu is None else self.gpu.describe()
+        """Where the findings were made, and where a GPU's answers come from."""
+        return f"Here: {self._here}. {NO_ANSWER if self.gpu is None else self.gpu.describe()}"
+
+    @property
+    def _here(self) -> str:
+        return ", ".join(sorted({_device_name(finding.device) for finding in self}))
 
     def _repr_html_(self) -> str:
-        heads = ["the article says", "verdict", "shown here"] + ["on a GPU"] * bool(self.gpu)
+        heads = ["the article says, and the check", "verdict", f"here: {self._here}"]
+        if self.gpu is not None:
+            of = self.gpu.provenance
+            heads.append(f"recorded: {of['device']}, {of['date'][:10]}")
         rows = "".join(self._row(finding) for finding in self)
-        head = "".join(f'<th style="{CELL}">{name}</th>' for name in heads)
+        head = "".join(f'<th style="{CELL}">{escape(name)}</th>' for name in heads)
         return (
             '<div class="pagedlab-ledger" tabindex="0" style="overflow-x:auto">'
             f'<table style="min-width:{14 * len(heads)}em;font-size:.875em">'
@@ -136,13 +151,20 @@ class Ledger:
     def _row(self, finding: Finding) -> str:
         claim, cell = finding.claim, f'<td style="{CELL};{{}}">{{}}</td>'
         verdict = f"<b>{claim.verdict}</b><br>{escape(claim.found)}"
-        says = f"<code>{claim.id}</code> ({escape(claim.where)})<br>{escape(claim.says)}"
+        says = (
+            f"<code>{claim.id}</code> ({escape(claim.where)})<br>{escape(claim.says)}"
+            f"<br><i>Check:</i> {escape(claim.check_in_words)}"
+        )
         shown = ("" if finding else "✗ ") + escape(finding.shown)
         border = f"border-left:4px solid {COLOURS[claim.verdict]};padding-left:.8em"
         texts = [("", says), (border, verdict), ("", shown)]
         if self.gpu is not None:
             texts.append(("", escape(self.gpu_answer(claim.id))))
         return f"<tr>{''.join(cell.format(*text) for text in texts)}</tr>"
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else device.upper()
 
 
 def examine_all(
@@ -169,12 +191,10 @@ def record(device: str) -> Recording:
     return Recording("ledger", {"device": device, "findings": findings})
 
 
-def on_gpu() -> Recording | None:
-    """All claims examined now where a GPU is; elsewhere the recording of that, if there is one."""
-    if torch.cuda.is_available():
-        return record("cuda")
-    try:
-        path = recordings.find("ledger")
-    except recordings.RecordingError:
-        return None  # nobody has run it on a GPU yet
-    return recordings.load(path)
+def on_gpu() -> Recording:
+    """The recording of every claim and every mutant examined on a GPU.
+
+    Raises:
+        RecordingError: it is missing or damaged.
+    """
+    return recordings.load("ledger")

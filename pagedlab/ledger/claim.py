@@ -63,6 +63,14 @@ class Claim:
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict: expected one of {', '.join(VERDICTS)}, got {self.verdict}")
 
+    @property
+    def check_in_words(self) -> str:
+        """What the check does, and what it does besides where a GPU is."""
+        words = inspect.getdoc(self.check) or ""
+        if self.gpu_check is not None:
+            words += f" On a GPU also: {inspect.getdoc(self.gpu_check)}"
+        return " ".join(words.split())
+
 
 @dataclass(frozen=True)
 class Finding:

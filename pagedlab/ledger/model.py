@@ -118,7 +118,7 @@ CLAIMS = (
         "Running it on a real model is left for later.",
         "limits",
         "silent",
-        "SmolLM2-135M, a Llama without a gate, says the same from blocks as without",
+        "SmolLM2-135M, a small Llama, says the same from blocks as without",
         paged_attention,
         check_model,
         {"the new token left out": without_the_new_token, "heads in reverse": heads_in_reverse},
