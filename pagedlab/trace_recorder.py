@@ -19,6 +19,7 @@ MEMORY_OPS = {
     "create_atomic_rmw": ("atomic", 1, 3, None),
     "create_atomic_cas": ("atomic", 0, None, None),
 }
+OTHER_AT = 2  # of a masked load: what lanes behind the mask get
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,11 +159,26 @@ class Recorder:
             where = self.locate(handle.data, mask, kind)
             real = dataclasses.replace(handle, data=handle.data & ADDRESS)
             result = operation(*args[:pointer_at], real, *args[pointer_at + 1 :], **kwargs)
+            if kind == "load" and args[OTHER_AT] is None:
+                leave_undefined(result.data, mask)
             values = result if value_at is None else args[value_at]
             self.accesses.append(Access(kind, *where, mask, np.array(values.data)))
             return result
 
         return watched
+
+
+def leave_undefined(loaded: np.ndarray, mask: np.ndarray) -> None:
+    """What a load without `other` gives behind its mask, in place.
+
+    A GPU leaves that open, Triton's interpreter makes it 0. Here it is something that shows in
+    whatever is computed with it: NaN, or the integer that is farthest from any index.
+    """
+    kind = loaded.dtype.kind
+    nothing: Any = np.nan if kind == "f" else -1
+    if kind == "i":
+        nothing = np.iinfo(loaded.dtype).min
+    loaded[~np.broadcast_to(mask, loaded.shape)] = np.array(nothing).astype(loaded.dtype)
 
 
 def statements(source: Source) -> dict[int, tuple]:

@@ -103,6 +103,18 @@ def test_loads_and_stores_name_their_argument_and_elements():
     assert trace.values("total") == [0.0, 13.0, 17.5]
 
 
+def test_a_masked_load_without_other_gives_what_nobody_can_take_for_an_answer():
+    x, n = torch.arange(4.0), torch.arange(4, dtype=torch.int32)
+    trace = step(kernels.no_other, 1, x, n, torch.zeros(4), 3, WIDTH=4)
+    (number,), (index,) = trace.values("number"), trace.values("index")
+    np.testing.assert_array_equal(number, [0, 1, 2, np.nan])
+    assert index.tolist() == [0, 1, 2, -(2**31)]
+    (load, _, store) = (access for s in trace.steps for access in s.accesses)
+    np.testing.assert_array_equal(load.values, number)
+    assert store.mask.tolist() == [True, True, True, False]
+    assert trace.outputs["out_ptr"].tolist() == [0, 2, 4, 0], "the interpreter's zeros were used"
+
+
 def test_a_statement_on_several_lines_is_one_step():
     trace = step(kernels.scale_rows, 1, torch.ones(8), torch.zeros(9), 8, WIDTH=4)
     loads = trace.at("tl.load(")

@@ -176,7 +176,7 @@ EXERCISES = (
         "the byte of a V element",
         v_byte,
         address_cases,
-        "V has the shape of K and starts v_offset bytes after the block's start: once per block.",
+        "V has the shape of K and begins where the K of its block ends, a section later.",
         (
             Confusion("That is K's byte: V begins v_offset bytes later.", v_offset_forgotten),
             Confusion(

@@ -86,7 +86,7 @@ def launch_interpreted(
 ) -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    from pagedlab.trace_recorder import MEMORY_OPS
+    from pagedlab.trace_recorder import MEMORY_OPS, OTHER_AT, leave_undefined
 
     tensors = [t for t in args if isinstance(t, torch.Tensor) and t is not cache]
     memory = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
@@ -109,12 +109,17 @@ def launch_interpreted(
         def guarded(*operands: Any, **options: Any) -> Any:
             handle, changed = operands[pointer_at], list(operands)
             true, inside = locate(handle.data)
+            mask = np.ones(inside.shape, bool)
             if mask_at is not None:
-                inside |= ~np.broadcast_to(operands[mask_at].data, inside.shape).astype(bool)
+                mask = np.broadcast_to(operands[mask_at].data, inside.shape).astype(bool)
+                inside |= ~mask
             if not inside.all():
                 raise ValueError(OUTSIDE.format(kind))
             changed[pointer_at] = dataclasses.replace(handle, data=true)
-            return operation(*changed, **options)
+            result = operation(*changed, **options)
+            if kind == "load" and operands[OTHER_AT] is None:
+                leave_undefined(result.data, mask)
+            return result
 
         return guarded
 

@@ -166,6 +166,10 @@ def cosine_of_all_lanes(q, k):
     return cosine(padded(q, lanes), [flat_keys(k, lanes)[i : i + lanes] for i in starts])
 
 
+def cosine_of_undefined_lanes(q, k):
+    return cosine(q, k) if lanes_of(q) == len(q) else [math.nan] * len(k)
+
+
 def cosine_of_padded_rows(q, k):
     lanes = lanes_of(q)
     starts = range(0, len(k) * lanes, lanes)
@@ -254,6 +258,10 @@ EXERCISES = (
             Confusion(
                 "Lanes from HEAD_DIM on belong to somebody else: mask them, with 0.0 instead.",
                 cosine_of_all_lanes,
+            ),
+            Confusion(
+                "A load without `other` leaves the lanes behind its mask open: ask for 0.0.",
+                cosine_of_undefined_lanes,
             ),
             Confusion(
                 "Rows of k are HEAD_DIM apart; only the vector is LANES long.",
