@@ -1,9 +1,11 @@
 """One flat buffer of blocks, and how tokens are written into it (chapter 3)."""
 
+from typing import Any
+
 import torch
 
 from pagedlab.block_table import BlockTable
-from pagedlab.layout import KVLayout, expect_in_range
+from pagedlab.layout import KVLayout, expect, expect_in_range
 from pagedlab.stand_in import has_triton
 
 
@@ -157,16 +159,8 @@ class PagedKVCache:
                 return
             if not torch.cuda.is_current_stream_capturing():
                 table.sync(layer)
-            write_kv(
-                k,
-                v,
-                self.buffer,
-                table.device,
-                layer,
-                self.layout,
-                seq_lens=seq_lens,
-                active_slots=active_slots,
-            )
+            batch: dict[str, Any] = {"seq_lens": seq_lens, "active_slots": active_slots}
+            write_kv(k, v, self.buffer, table.device, layer, self.layout, **batch)
             return
         block_size = self.layout.block_size
         alive, k_rows = [], []  # rows of the batch, and where in `tokens` their K goes
@@ -223,10 +217,8 @@ class PagedKVCache:
                 raise ValueError(
                     f"{name}: expected dense last two dimensions, got stride {x.stride()}"
                 )
-        if table.device.device != self.buffer.device:
-            raise ValueError(
-                f"table: expected device {self.buffer.device}, got {table.device.device}"
-            )
+        here, there = self.buffer.device, table.device.device
+        expect(here == there, "table", f"device {here}", there)
 
     def _blocks(self, table: BlockTable, slot: int, layer: int, start: int, end: int) -> list[int]:
         """The physical blocks that hold positions start to end - 1 of a slot, each one checked."""

@@ -1,8 +1,9 @@
 """The decoder: Llama in plain torch, its keys and values in paged blocks (chapter 8)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.utils.rnn import pad_sequence
 
 from pagedlab import checkpoint
 from pagedlab.attention import attention_plan, paged_attention
@@ -195,20 +197,25 @@ class Llama:
         """Run parts of prompts; the logits of those that end here, float32 [num, vocab_size]."""
         ids, slots, starts, ends = zip(*chunk, strict=True)
         lengths = [len(tokens) for tokens in ids]
+        groups = [(part, x.to(self.device)) for part, x in side_by_side(lengths, starts)]
 
-        def attend(layer: int, *heads: Tensor) -> Tensor:
-            attended = []
-            rows = zip(slots, starts, *(x.split(lengths) for x in heads), strict=True)
-            for slot, start, q, k, v in rows:
-                cache.write(k, v, table, slot, layer, start)
-                if start > 0:
-                    k, v = cache.gather(table, slot, layer, start + len(q))
-                causal = causal_lower_right(len(q), len(k))
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            parts = zip(slots, starts, k.split(lengths), v.split(lengths), strict=True)
+            for slot, start, own_k, own_v in parts:
+                cache.write(own_k, own_v, table, slot, layer, start)
+            attended = q.new_empty(len(q) + 1, *q.shape[1:])  # one more place, for the padding
+            for part, places in groups:
+                own = places.clamp(max=len(q) - 1)  # padding reads the last token, any would do
+                rows, keys, values = q[own], k[own], v[own]
+                if start := starts[part]:
+                    earlier = cache.gather(table, slots[part], layer, start + lengths[part])
+                    keys, values = (x.unsqueeze(0) for x in earlier)
+                causal = causal_lower_right(rows.shape[1], keys.shape[1])
                 # scaled_dot_product_attention takes [batch, heads, num_tokens, head_dim]
-                q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-                out = F.scaled_dot_product_attention(q, k, v, causal, enable_gqa=True)
-                attended.append(out[0].transpose(0, 1))
-            return torch.cat(attended)
+                rows, keys, values = (x.transpose(1, 2) for x in (rows, keys, values))
+                out = F.scaled_dot_product_attention(rows, keys, values, causal, enable_gqa=True)
+                attended[places] = out.transpose(1, 2)
+            return attended[:-1]
 
         positions = [torch.arange(n) + start for n, start in zip(lengths, starts, strict=True)]
         x = self._decoder(torch.cat(ids), torch.cat(positions).to(self.device), attend)
@@ -288,6 +295,27 @@ class Llama:
 
     def _logits(self, x: Tensor) -> Tensor:
         return linear(x, self.head).float()
+
+
+def side_by_side(lengths: list[int], starts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Parts of prompts that attention takes in one call: whole ones that are about equally long.
+
+    A part that goes on (start > 0) is alone. Of each group the first part's number, and int64
+    [num_parts, longest]: where in the chunk each token is; rows are padded with the chunk's end.
+
+    >>> list(side_by_side([3, 2], [0, 0]))
+    [(0, tensor([[0, 1, 2],
+            [3, 4, 5]]))]
+    """
+    ends = [*accumulate(lengths)]
+
+    def kind(part: int) -> tuple[int, int]:
+        return (part + 1) * (starts[part] > 0), lengths[part].bit_length()
+
+    for _, group in groupby(sorted(range(len(lengths)), key=kind), kind):
+        parts = list(group)
+        tokens = [torch.arange(ends[i] - lengths[i], ends[i]) for i in parts]
+        yield parts[0], pad_sequence(tokens, batch_first=True, padding_value=ends[-1])
 
 
 def pack(weight: Tensor) -> Tensor:

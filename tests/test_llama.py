@@ -267,12 +267,13 @@ def test_the_demo_model_answers():
 
 def test_prompts_side_by_side_get_the_logits_they_get_alone():
     model = Llama.random(SMALL, seed=3)
-    prompts = [random_ids(SMALL.vocab_size, length, seed=length) for length in (9, 1, 17)]
-    together, table = paged(model, num_slots=3)
-    alone, _ = paged(model, num_slots=3)
-    logits = model.prefill_batch(prompts, together, table, [2, 0, 1])
-    assert logits.shape == (3, SMALL.vocab_size)
-    for row, (ids, slot) in enumerate(zip(prompts, [2, 0, 1], strict=True)):
+    lengths, slots = (9, 1, 17, 15, 31, 12), [2, 0, 5, 1, 4, 3]  # 9, 15, 12 and 17, 31 are alike
+    prompts = [random_ids(SMALL.vocab_size, length, seed=length) for length in lengths]
+    together, table = paged(model, num_slots=6)
+    alone, _ = paged(model, num_slots=6)
+    logits = model.prefill_batch(prompts, together, table, slots)
+    assert logits.shape == (6, SMALL.vocab_size)
+    for row, (ids, slot) in enumerate(zip(prompts, slots, strict=True)):
         torch.testing.assert_close(logits[row], model.prefill(ids, alone, table, slot))
     torch.testing.assert_close(together.buffer, alone.buffer, equal_nan=True)
 
@@ -281,10 +282,10 @@ def test_prompts_side_by_side_get_the_logits_they_get_alone():
 def test_prompts_cut_into_chunks_get_the_logits_of_the_whole(chunk_size):
     """Of prompts side by side; a chunk may hold the end of one and the beginning of the next."""
     model = Llama.random(SMALL, seed=3)
-    prompts = [random_ids(SMALL.vocab_size, length, seed=length) for length in (33, 1, 16, 15)]
-    whole, table = paged(model, num_slots=4)
-    chunked, _ = paged(model, num_slots=4)
-    slots = [2, 0, 3, 1]
+    lengths, slots = (33, 1, 16, 15, 30, 10), [2, 0, 3, 1, 5, 4]
+    prompts = [random_ids(SMALL.vocab_size, length, seed=length) for length in lengths]
+    whole, table = paged(model, num_slots=6)
+    chunked, _ = paged(model, num_slots=6)
     rows = zip(prompts, slots, strict=True)
     expected = [model.prefill(ids, whole, table, slot) for ids, slot in rows]
     logits = model.prefill_batch(prompts, chunked, table, slots, chunk_size=chunk_size)
