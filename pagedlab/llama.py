@@ -204,8 +204,7 @@ class Llama:
             for slot, start, own_k, own_v in parts:
                 cache.write(own_k, own_v, table, slot, layer, start)
             attended = q.new_empty(len(q) + 1, *q.shape[1:])  # one more place, for the padding
-            for part, places in groups:
-                own = places.clamp(max=len(q) - 1)  # padding reads the last token, any would do
+            for part, (own, places) in groups:
                 rows, keys, values = q[own], k[own], v[own]
                 if start := starts[part]:
                     earlier = cache.gather(table, slots[part], layer, start + lengths[part])
@@ -301,21 +300,22 @@ def side_by_side(lengths: list[int], starts: Sequence[int]) -> Iterator[tuple[in
     """Parts of prompts that attention takes in one call: whole ones that are about equally long.
 
     A part that goes on (start > 0) is alone. Of each group the first part's number, and int64
-    [num_parts, longest]: where in the chunk each token is; rows are padded with the chunk's end.
+    [2, num_parts, longest]: the tokens of the chunk that each row reads, padded with the row's own
+    last (another's might be NaN), and where its results go, padded with the chunk's end.
 
-    >>> list(side_by_side([3, 2], [0, 0]))
-    [(0, tensor([[0, 1, 2],
-            [3, 4, 5]]))]
+    >>> [(part, places.tolist()) for part, places in side_by_side([3, 2], [0, 0])]
+    [(0, [[[0, 1, 2], [3, 4, 4]], [[0, 1, 2], [3, 4, 5]]])]
     """
-    ends = [*accumulate(lengths)]
+    first = [0, *accumulate(lengths)]  # of each part; the chunk's end
 
     def kind(part: int) -> tuple[int, int]:
         return (part + 1) * (starts[part] > 0), lengths[part].bit_length()
 
     for _, group in groupby(sorted(range(len(lengths)), key=kind), kind):
         parts = list(group)
-        tokens = [torch.arange(ends[i] - lengths[i], ends[i]) for i in parts]
-        yield parts[0], pad_sequence(tokens, batch_first=True, padding_value=ends[-1])
+        places = pad_sequence([torch.arange(*first[i : i + 2]) for i in parts], True, first[-1])
+        own = places.minimum(torch.tensor([[first[i + 1] - 1] for i in parts]))
+        yield parts[0], torch.stack((own, places))
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -84,13 +84,19 @@ def load(name: Path | str) -> Recording:
     path = find(name)
     try:
         content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordingError(f"{path.name}: expected JSON, got {error}") from None
     _expect_fields(path.name, content, FIELDS)
     if content["format"] != FORMAT:
         raise RecordingError(f"{path.name}: expected format {FORMAT}, got {content['format']!r}")
-    _expect_fields(f"{path.name}: provenance", content["provenance"], PROVENANCE)
-    return Recording(content["kind"], content["data"], content["provenance"])
+    of = content["provenance"]
+    _expect_fields(f"{path.name}: provenance", of, PROVENANCE)
+    for name, value in [("kind", content["kind"]), *of.items(), ("data", content["data"])]:
+        kind = dict if name in ("versions", "data") else str
+        if not isinstance(value, kind):
+            got = type(value).__name__
+            raise RecordingError(f"{path.name}: {name}: expected {kind.__name__}, got {got}")
+    return Recording(content["kind"], content["data"], of)
 
 
 def find(name: Path | str) -> Path:

@@ -88,7 +88,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     keep = rank < torch.where(top_k > 0, top_k, len(rank))[:, None]
     probability = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
     before = probability.cumsum(-1) - probability
-    keep &= before < torch.where(top_p < 1, top_p, torch.inf)[:, None]
+    keep &= (before < torch.where(top_p < 1, top_p, torch.inf)[:, None]) | (rank == 0)
     return logits.masked_fill(~torch.zeros_like(keep).scatter(1, order, keep), -torch.inf)
 
 

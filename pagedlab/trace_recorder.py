@@ -122,6 +122,8 @@ class Recorder:
         data = getattr(getattr(obj, "handle", None), "data", None)
         if isinstance(obj, float):
             return np.float64(obj)
+        if data is None and hasattr(obj, "handle"):
+            return type(obj.handle).__name__  # of tl.make_block_ptr, for instance
         if data is None:
             return obj if obj is None or isinstance(obj, int | str) else str(obj)
         data = np.array(data).reshape([int(size) for size in obj.shape])[()]

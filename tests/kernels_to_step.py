@@ -39,6 +39,13 @@ def no_other(x_ptr, n_ptr, out_ptr, length, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def by_block_pointer(x_ptr, out_ptr, length, WIDTH: tl.constexpr):
+    block = tl.make_block_ptr(x_ptr, (length,), (1,), (0,), (WIDTH,), (0,))
+    x = tl.load(block, boundary_check=(0,), padding_option="zero")
+    tl.store(out_ptr + tl.arange(0, WIDTH), 2 * x)
+
+
+@triton.jit
 def tree(x_ptr, out_ptr):
     partial = tl.reshape(tl.load(x_ptr + tl.arange(0, 8)), SIZES)
     for _ in tl.static_range(2):

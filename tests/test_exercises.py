@@ -1,15 +1,19 @@
 """The exercises: stubs, solutions and wrong answers, on random cases that are new every time."""
 
+import itertools
 import linecache
+import math
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from pagedlab.exercises import EXERCISES, CheckResult, Exercise, ch3, ch4, check
+from pagedlab.exercises import EXERCISES, CheckResult, Exercise, ch3, ch4, ch10, check
 from pagedlab.portable import run_in_process
 
 torch.set_num_threads(1)
@@ -118,12 +122,14 @@ WRONG_KERNELS = [
         "q = tl.load(q_ptr + lane, mask=lane < HEAD_DIM)",
         "without `other`",
     ),
+    ("5.4", "tl.sum(q * k, 0)", "tl.abs(tl.sum(q * k, 0))", ""),
     ("5.4", "row * HEAD_DIM", "row * LANES", "HEAD_DIM apart"),
     ("5.4", "tl.sqrt(tl.sum(q * q, 0) *", "tl.sqrt(", "q has a length"),
     ("6.4", 'other=float("-inf")', "other=0.0", "masked score of 0"),
     ("6.4", ', other=float("-inf")', "", ""),
     ("6.4", "mask=alive[:, None], other=0.0", "mask=alive[:, None]", ""),
     ("6.4", "v = tl.load(v_ptrs, mask=alive[:, None], other=0.0)", "v = tl.load(v_ptrs)", ""),
+    ("6.4", 'running_max, d = float("-inf"), 0.0', "running_max, d = 0.0, 0.0", ""),
     ("6.4", "acc * correction +", "acc +", "acc must be corrected"),
     ("6.4", "tl.where(length > 0, d, 1.0)", "d", "zero by zero"),
 ]
@@ -189,6 +195,130 @@ def test_far_blocks_are_tried_in_a_process_of_its_own_where_kernels_are_compiled
     there = run_in_process(*job, interpret=True)
     expected = ch3.append_token(table, active_slots, seq_lens, layer, layout)
     assert ch3.written(there[2].numpy(), blocks) == expected
+
+
+def merge_by_first(first, second):
+    parts = [part for part in (first, second) if part[0] > -math.inf]
+    if not parts:
+        return -math.inf, [0.0] * len(first[1])
+    weights = [math.exp(lse - parts[0][0]) for lse, _ in parts]
+    mean = np.average([values for _, values in parts], axis=0, weights=weights)
+    return parts[0][0] + math.log(sum(weights)), mean
+
+
+def merge_in_float32(first, second):
+    """Right, in another style."""
+    alive = [part for part in (first, second) if part[0] > -math.inf]
+    if not alive:
+        return -math.inf, torch.zeros(len(first[1]))
+    lses = torch.tensor([lse for lse, _ in alive])
+    return lses.logsumexp(0), lses.softmax(0) @ torch.tensor([values for _, values in alive])
+
+
+def owners_by_layer(free_blocks, table, num_blocks):
+    places = Counter(free_blocks)
+    for layer in range(table.shape[1]):
+        places.update({*table[:, layer][table[:, layer] >= 0].tolist()})
+    return [block for block in range(num_blocks) if places[block] != 1]
+
+
+def races(kinds_of):
+    def racing(warp_0, warp_1):
+        return racing_places_of(warp_0, warp_1, kinds_of)
+
+    return racing
+
+
+def racing_places_of(warp_0, warp_1, kinds_of):
+    found = set()
+    for mine, theirs in zip(*map(ch10.stretches, (warp_0, warp_1)), strict=True):
+        kinds, others = kinds_of(mine), kinds_of(theirs)
+        for place in kinds.keys() & others.keys():
+            if "write" in (kinds[place], others[place]):
+                found.add(place)
+    return sorted(found)
+
+
+def by_length_and_last_block(ids, known, block_size):
+    keys, reused = {(len(text), *text[-block_size:]) for text in known}, 0
+    for end in range(block_size, len(ids) + 1, block_size):
+        if (end, *ids[end - block_size : end]) not in keys:
+            break
+        reused = end
+    return min(reused, len(ids) - 1)
+
+
+def right_on_the_diagonal(index):
+    return all(index(i, i, i, 5, 7) == 35 * i + 7 * i + i for i in range(5))
+
+
+def ratio_of_exponentials(running_max, d, acc, scores, values):
+    new_max = max(running_max, *scores)
+    correction = math.exp(running_max) / math.exp(new_max)
+    weights = [math.exp(score) / math.exp(new_max) for score in scores]
+    pairs = [(w, value) for w, value in zip(weights, values, strict=True) if w]
+    d, acc = d * correction + sum(weights), acc * correction + sum(w * v for w, v in pairs)
+    return new_max, d, acc
+
+
+WRONG_ANSWERS = [
+    ("6.2", ratio_of_exponentials),
+    ("10.1", races(lambda stretch: {place: kind for kind, place in stretch})),
+    ("10.1", races(lambda stretch: {place: kind for kind, place in reversed(stretch)})),
+    ("10.3", right_on_the_diagonal),
+    ("11.1", lambda lengths, *sizes: EXERCISES["11.1"].solution([*{*lengths}], *sizes)),
+    ("12.2", owners_by_layer),
+    ("12.2", lambda free, table, n: EXERCISES["12.2"].solution(free, table, n - 1)),
+    ("12.3", merge_by_first),
+    ("12.5", by_length_and_last_block),
+]
+
+
+@pytest.mark.parametrize(("id", "wrong"), WRONG_ANSWERS)
+def test_a_wrong_answer_that_luck_might_pass_fails_for_every_seed(id, wrong):
+    assert {check(id, wrong, seed=seed).status for seed in range(20)} == {"failed"}
+
+
+def test_a_right_answer_in_float32_or_as_a_generator_passes():
+    def generated(warp_0, warp_1):
+        yield from EXERCISES["10.1"].solution(warp_0, warp_1)
+
+    assert all(check("12.3", merge_in_float32, seed=seed) for seed in range(20))
+    assert check("10.1", generated)
+
+
+class Awkward:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+def raise_awkwardly(*_):
+    class AwkwardError(Exception):
+        def __str__(self):
+            raise RuntimeError("no")
+
+    raise AwkwardError
+
+
+@pytest.mark.parametrize(
+    ("id", "answer"),
+    [
+        ("1.1", lambda *_: 2**100_000),
+        ("1.1", lambda *_: Awkward()),
+        ("1.1", raise_awkwardly),
+        ("1.1", lambda *_: itertools.count()),
+        ("11.2", lambda *_: (10**400, "memory")),
+    ],
+)
+def test_check_does_not_raise_whatever_the_answer_is(id, answer):
+    result = check(id, answer)
+    assert result.status == "failed"
+    assert result._repr_html_()
+    assert repr(result)
+
+
+def test_what_is_no_function_and_cannot_be_shown_is_no_function():
+    assert "cannot be shown" in dict(check("1.1", Awkward()).details)["expected"]
 
 
 def failing(exercise: Exercise, function, seed: int) -> dict[str, str]:

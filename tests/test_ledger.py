@@ -259,6 +259,28 @@ def test_an_unknown_claim_is_named_in_one_line():
         ledger.examine_all("lifo")
 
 
+@pytest.mark.parametrize("device", ["tpu", "cuda:0", 3])
+def test_an_unknown_device_is_refused(device):
+    with pytest.raises(ValueError, match=rf"^device: expected cpu or cuda, got {device!r}$"):
+        ledger.examine("lifo", device=device)
+    with pytest.raises(ValueError, match=r"^device: expected cpu or cuda"):
+        ledger.examine_all(["lifo"], device=device)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"^device: expected an NVIDIA GPU for cuda, got a machine"
+    ):
+        ledger.examine("lifo", device="cuda")
+
+
+def test_a_part_that_exits_is_refuted():
+    finding = ledger.examine("allocation", lambda *_: exit(1), device="cpu")
+    assert not finding
+    assert finding.problem == "SystemExit: 1"
+
+
 def test_only_a_ledger_stands_beside_a_ledger():
     with pytest.raises(ValueError, match=r"^gpu: expected a recording of kind ledger, got waste$"):
         ledger.examine_all(["lifo"], gpu=recordings.load("waste"))
@@ -292,6 +314,12 @@ def test_a_mutant_changes_one_place_only():
         mutant(print, "a", "b")
     with pytest.raises(ValueError, match=r"^after: expected another text than before, got 'GRO"):
         mutant(by_token_kernel, "GROUP_SIZE: tl", "GROUP_SIZE: tl")
+    with pytest.raises(ValueError, match=r"^after: expected text, got 3$"):
+        mutant(by_token_kernel, "GROUP_SIZE: tl", 3)
+    with pytest.raises(ValueError, match=r"^after: expected Python, got '\(' \("):
+        mutant(by_token_kernel, "q_head // GROUP_SIZE", "(")
+    with pytest.raises(ValueError, match=r"^before: .* 0x$"):
+        mutant(by_token_kernel, "@triton", "@nothing")  # it would change nothing that runs
 
 
 def test_two_warps_race_with_two_barriers_and_not_with_three():

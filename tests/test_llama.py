@@ -1,6 +1,7 @@
 """The decoder against transformers, and its promises about blocks, batches and bad input."""
 
 import dataclasses
+import math
 from itertools import product
 
 import pytest
@@ -276,6 +277,16 @@ def test_prompts_side_by_side_get_the_logits_they_get_alone():
     for row, (ids, slot) in enumerate(zip(prompts, slots, strict=True)):
         torch.testing.assert_close(logits[row], model.prefill(ids, alone, table, slot))
     torch.testing.assert_close(together.buffer, alone.buffer, equal_nan=True)
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_a_prompt_that_is_nan_spoils_no_neighbour(broken):
+    model = Llama.random(SMALL, seed=3)
+    model.embedding[SMALL.vocab_size - 1] = math.nan
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6]]  # one group
+    prompts[broken][-1] = SMALL.vocab_size - 1
+    logits = model.prefill_batch(prompts, *paged(model, num_slots=3), [0, 1, 2])
+    assert logits.isnan().any(1).tolist() == [row == broken for row in range(3)]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 15, 16, 17, 40, 2048])

@@ -86,6 +86,14 @@ def test_the_kernels_of_graphs_are_there():
         (lambda content: content.update(format=99), "expected format 1, got 99"),
         (lambda content: content["provenance"].pop("device"), "provenance: expected fields"),
         (lambda content: content.update(provenance="a GPU"), "provenance: expected fields"),
+        (lambda content: content["provenance"].update(date=5), "date: expected str, got int"),
+        (
+            lambda content: content["provenance"].update(commit=None),
+            "commit: expected str, got None",
+        ),
+        (lambda content: content["provenance"].update(versions="3"), "versions: expected dict"),
+        (lambda content: content.update(kind=[1]), "kind: expected str, got list"),
+        (lambda content: content.update(data=None), "data: expected dict, got NoneType"),
     ],
 )
 def test_other_fields_are_refused_by_name(recording, tmp_path, change, text):
@@ -102,7 +110,7 @@ def test_other_fields_are_refused_by_name(recording, tmp_path, change, text):
 def test_what_is_no_recording_is_refused(tmp_path):
     with pytest.raises(RecordingError, match="got 'nowhere'"):
         recordings.load("nowhere")
-    for text in ("", "{", "[1, 2]", "null"):
+    for text in ("", "{", "[1, 2]", "null", 200_000 * "[" + 200_000 * "]"):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(RecordingError, match=r"run\.json: expected"):
             recordings.load(tmp_path / "run.json")

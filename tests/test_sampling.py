@@ -149,6 +149,11 @@ def test_top_p_counts_what_top_k_left():
     assert kept.isfinite().tolist() == [[True, False, False]]
 
 
+def test_the_likeliest_token_stays_however_small_top_p_is():
+    settings = Sampling(1.0, top_p=1e-300, seed=1)
+    assert sample(torch.tensor([[0.0, 1.0, 3.0]]), [settings], [5]).tolist() == [2]
+
+
 def test_top_p_1_keeps_tokens_that_rounding_would_lose():
     logits = torch.cat((torch.zeros(1), torch.full((1000,), -40.0)))[None]
     assert keep_top(logits, torch.tensor([0]), torch.tensor([1.0])).isfinite().all()

@@ -115,6 +115,17 @@ def test_a_masked_load_without_other_gives_what_nobody_can_take_for_an_answer():
     assert trace.outputs["out_ptr"].tolist() == [0, 2, 4, 0], "the interpreter's zeros were used"
 
 
+@pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")
+def test_a_block_pointer_is_named_and_what_it_reads_is_recorded():
+    x = torch.tensor([1.0, 2.0, 3.0])
+    trace = step(kernels.by_block_pointer, 1, x, torch.zeros(4), 3, WIDTH=4)
+    assert trace.error is None
+    assert trace.values("block") == ["BlockPointerHandle"]
+    assert trace.outputs["out_ptr"].tolist() == [2.0, 4.0, 6.0, 0.0]
+    (load,) = (a for s in trace.steps for a in s.accesses if a.kind == "load")
+    assert (load.argument, load.mask.tolist()) == ("x_ptr", [True, True, True, False])
+
+
 def test_a_statement_on_several_lines_is_one_step():
     trace = step(kernels.scale_rows, 1, torch.ones(8), torch.zeros(9), 8, WIDTH=4)
     loads = trace.at("tl.load(")

@@ -222,6 +222,10 @@ def test_chart_leaves_the_figure_as_it_was_and_refuses_bad_ones():
     assert [trace.line.dash for trace in chart.figure.data] == ["solid", "dash"]
     with pytest.raises(ValueError, match="alt: expected"):
         Chart(figure, alt=" ")
+    with pytest.raises(ValueError, match="alt: expected"):
+        Chart(figure, alt=None)
+    with pytest.raises(ValueError, match="height: expected height >= 10, got 0"):
+        Chart(figure, alt="two lines", height=0)
     with pytest.raises(ValueError, match="at least one trace"):
         Chart(go.Figure(), alt="nothing")
     with pytest.raises(ValueError, match="expected 2 traces, got 1"):

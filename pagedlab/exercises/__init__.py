@@ -9,18 +9,28 @@ import dataclasses
 import html
 import importlib.util
 import inspect
+import itertools
 import math
 import numbers
 import pkgutil
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    ValuesView,
+)
 from types import CodeType
 from typing import Any, NamedTuple
 
 from pagedlab.stand_in import NeedsTriton
 
 RAISED = "it raised "  # how an answer that is an exception is shown
+ENDLESS = 10_000  # items of an answer that are looked at
 LONG = 120  # characters of an answer; of a longer one only the place that is wrong is shown
 
 
@@ -120,7 +130,7 @@ def check(id: str, function: Any, *, seed: int | None = None) -> CheckResult:
         raise ValueError(f"check: expected one of {', '.join(EXERCISES)}, got {id!r}")
     exercise = EXERCISES[id]
     if not callable(function):
-        given = f"a function or class (its name, with no brackets), got {plain(function)!r}"
+        given = f"a function or class (its name, with no brackets), got {shown(plain(function))}"
         return CheckResult(id, exercise.title, "failed", (("expected", given),))
     if is_stub(function):
         return CheckResult(id, exercise.title, "not tried yet", ())
@@ -130,7 +140,7 @@ def check(id: str, function: Any, *, seed: int | None = None) -> CheckResult:
         got = [answer(exercise, function, case) for case in cases]
     except NeedsTriton as error:
         return CheckResult(id, exercise.title, "not tried yet", (("here", str(error)),))
-    wrong = [index for index in range(len(cases)) if not same(expected[index], got[index])]
+    wrong = [index for index in range(len(cases)) if not agree(expected[index], got[index])]
     if not wrong:
         return CheckResult(id, exercise.title, "passed", (("tried on", f"{len(cases)} cases"),))
     first = wrong[0]
@@ -156,12 +166,17 @@ def answer(exercise: Exercise, function: Callable, case: tuple) -> Any:
         files = {code.co_filename for code in codes_of(function)}
         frames = [f for f in traceback.extract_tb(raised.__traceback__) if f.filename in files]
         lines = [f" (line {frame.lineno}: {frame.line})" for frame in frames if frame.line]
-        return f"{RAISED}{type(raised).__name__}: {raised}{''.join(lines[-1:])}"
+        return f"{RAISED}{type(raised).__name__}: {shown(raised, str)}{''.join(lines[-1:])}"
 
 
 def without_line(value: Any) -> Any:
     """An answer; of one that was raised only what and why, not where."""
-    return value.split(" (line ")[0] if str(value).startswith(RAISED) else value
+    return value.split(" (line ")[0] if was_raised(value) else value
+
+
+def was_raised(value: Any) -> bool:
+    """Whether an answer is what a call raised."""
+    return isinstance(value, str) and value.startswith(RAISED)
 
 
 def codes_of(function: Any) -> list[CodeType]:
@@ -174,22 +189,32 @@ def codes_of(function: Any) -> list[CodeType]:
 def idea_to_revisit(exercise: Exercise, cases: list[tuple], got: list, first: int) -> str:
     for idea, function in exercise.confusions:
         theirs = [without_line(answer(exercise, function, case)) for case in cases]
-        if same(theirs, [without_line(value) for value in got]):
+        if agree(theirs, [without_line(value) for value in got]):
             return idea
     if all(value is None for value in got):
         return "The function always gives None: is a return missing?"
-    return "" if str(got[first]).startswith(RAISED) else exercise.idea  # what was raised says more
+    return "" if was_raised(got[first]) else exercise.idea  # what was raised says more
 
 
 def plain(value: Any) -> Any:
-    """Tensors, arrays and their scalars as Python numbers and lists; a tuple as a list."""
+    """Tensors, arrays, their scalars and whatever has an order as Python numbers and lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if isinstance(value, Iterator | KeysView | ValuesView | ItemsView | range):
+        return [plain(item) for item in itertools.islice(value, ENDLESS)]
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return value
+
+
+def agree(expected: Any, got: Any) -> bool:
+    """`same`; an answer that cannot even be compared is none."""
+    try:
+        return same(expected, got)
+    except Exception:
+        return False
 
 
 def same(expected: Any, got: Any) -> bool:
@@ -234,19 +259,29 @@ def difference(expected: Any, got: Any) -> tuple[Any, Any, str]:
         and len(expected) == len(got)
     ):
         pairs = enumerate(zip(expected, got, strict=True))
-        place, (expected, got) = next((i, pair) for i, pair in pairs if not same(*pair))
+        place, (expected, got) = next((i, pair) for i, pair in pairs if not agree(*pair))
         where.append(place)
     return expected, got, f", at {where}" if where else ""
 
 
 def show_value(value: Any, longest: int = 3 * LONG) -> str:
-    text = repr(rounded(value))
-    if isinstance(value, str) and value.startswith(RAISED):
+    text = shown(rounded(value))
+    if was_raised(value):
         return value
     if len(text) <= longest:
         return text
     items = f" ({len(value)} items)" if isinstance(value, list) else ""
     return f"{text[: longest - 30]} ... {text[-30:]}{items}"
+
+
+def shown(value: Any, how: Callable[[Any], str] = repr) -> str:
+    """A value as text, also if the value does not like to be shown."""
+    try:
+        return how(value)
+    except Exception as error:
+        return (
+            f"a value of type {type(value).__name__} that cannot be shown ({type(error).__name__})"
+        )
 
 
 def rounded(value: Any) -> Any:

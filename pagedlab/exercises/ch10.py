@@ -38,6 +38,11 @@ def race_cases(rng: random.Random) -> Iterator[tuple]:
     yield [("write", 0), BARRIER], [BARRIER, ("read", 0)]
     yield [("read", 0), BARRIER, ("write", 1)], [("write", 1), BARRIER, ("read", 0)]
     yield [("read", 3), ("write", 4)], [("write", 3), ("read", 4)]
+    yield [("write", 4), ("write", 1)], [("read", 1), ("read", 4)]
+    yield [("read", 0), ("write", 0)], [("read", 0)]
+    yield [("write", 0), ("read", 0)], [("read", 0)]
+    yield [("write", 0), ("read", 0)], [("write", 0)]
+    yield [("write", 0), BARRIER, ("read", 0)], [("read", 0), BARRIER, ("read", 0)]
     for _ in range(30):
         num_barriers = rng.randint(0, 3)
         yield tuple(random_accesses(rng, num_barriers) for _ in range(2))
@@ -151,6 +156,7 @@ WRONG = (
     "(l * 2 + s) * M + b",  # each entry has a place of its own, but another one
     "s * L * M + b * L + l",
     "s * L * M + l * M + b + (s > 1)",  # ... a third slot
+    "(l * L + s) * M + b",  # ... a slot and a layer that differ
 )
 
 

@@ -17,6 +17,7 @@ def batch_cases(rng: random.Random) -> Iterator[tuple]:
     yield [], 2, 16, 2, 4
     yield [1], 1, 16, 4, 8
     yield [8, 0], 3, 24, 1, 4
+    yield [7, 7], 3, 24, 2, 4
     yield [5, 16, 17], 3, 32, 4, 16
     for _ in range(24):
         lengths = [rng.randint(1, 40) for _ in range(rng.randint(2, 5))]

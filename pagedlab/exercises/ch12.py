@@ -94,12 +94,16 @@ def owner_cases(rng: random.Random) -> Iterator[tuple]:
             elif fault == 1:  # freed while a table points at it
                 free.append(rng.choice(owned))
             elif fault == 2:  # two owners
-                table[1, 1, 0] = table[0, 0, 0]
+                table[1, rng.randrange(2), 0] = table[0, 0, 0]
             elif fault == 3:  # lost
                 free.remove(rng.choice(free))
             else:  # two entries of one slot
                 table[0, 1, 0] = table[0, 0, 0]
         yield free, table, num_blocks
+    for twin in (1, 0, 0), (0, 1, 0), (0, 0, 1):  # of another slot, layer, logical block
+        table = np.array([[[3, 2, -1], [5, 4, -1]], [[7, 6, -1], [1, 0, -1]]], np.int32)
+        table[twin] = table[0, 0, 0]
+        yield [8], table, 10  # and block 9 is lost
 
 
 def more_than_once(free_blocks, table, num_blocks):
@@ -148,8 +152,8 @@ def merge_means(first, second):
 
 
 def mean_cases(rng: random.Random) -> Iterator[tuple]:
-    def part(low, high):
-        return rng.uniform(low, high), [rng.uniform(-3, 3) for _ in range(2)]
+    def part(low, high):  # eighths, which float32 has
+        return rng.randint(8 * low, 8 * high) / 8, [rng.randint(-24, 24) / 8 for _ in range(2)]
 
     def empty():
         return -INF, [rng.choice([0.0, math.nan])] * 2
@@ -158,6 +162,8 @@ def mean_cases(rng: random.Random) -> Iterator[tuple]:
     yield (-INF, [math.nan] * 2), (-INF, [0.0, 0.0])
     yield (-INF, [math.nan] * 2), part(-2, 2)
     yield part(-2, 2), (-INF, [math.nan] * 2)
+    yield part(-901, -900), part(900, 901)
+    yield part(900, 901), part(-901, -900)
     for _ in range(4):
         yield part(-2, 2), part(-2, 2)
         yield part(900, 901), part(899, 900)
@@ -216,6 +222,7 @@ def mask_cases(rng: random.Random) -> Iterator[tuple]:
     yield [1.0], [True]
     yield [1.0, 2.0], [False, False]
     yield [math.nan, 1.0], [False, False]
+    yield [1.0, 2000.0], [True, False]
     for _ in range(5):
         for offset in (0.0, -60_000.0, -1e30, 500.0):
             n = rng.randint(2, 4)
@@ -253,6 +260,17 @@ def masked_afterwards(scores, alive):
     return [w if a else 0.0 for w, a in zip(weights, alive, strict=True)]
 
 
+def largest_of_all(scores, alive):
+    if not any(alive):
+        return [0.0] * len(scores)
+    weights = [w if a else 0.0 for w, a in zip(relative_to_all(scores), alive, strict=True)]
+    return [weight / max(sum(weights), 1e-300) for weight in weights]
+
+
+def relative_to_all(scores) -> list[float]:
+    return [math.exp(s - np.nanmax(scores)) if s == s else 0.0 for s in scores]
+
+
 def nobody_alive_forgotten(scores, alive):
     return masked_weights(scores, alive) if any(alive) else [math.nan] * len(scores)
 
@@ -268,6 +286,8 @@ def num_reused(ids, known, block_size):
 
 
 def prefix_cases(rng: random.Random) -> Iterator[tuple]:
+    yield [0, 0, 1, 1, 0], [[0, 0], [0, 1, 1, 1]], 2
+    yield [0, 0, 1, 1, 0, 0, 1], [[0, 0], [0, 0, 1, 1], [0, 1, 1, 1, 0, 0]], 2
     for _ in range(40):
         block_size = rng.choice([2, 3])
         ids = [rng.randrange(2) for _ in range(rng.randint(1, 4 * block_size))]
@@ -403,6 +423,10 @@ EXERCISES = (
                 filled_with(-1e4),
             ),
             Confusion("As a score, 0 is a token: the dead count in the sum.", filled_with(0.0)),
+            Confusion(
+                "The largest score of those alive: the others may be anything, also large.",
+                largest_of_all,
+            ),
             Confusion("NaN + -inf is NaN: replace a dead score, do not add.", minus_infinity_added),
             Confusion(
                 "Masked after the softmax, the dead are still in its denominator.",

@@ -81,11 +81,11 @@ def absorb_block(running_max, d, acc, scores, values):
 
 def block_cases(rng: random.Random) -> Iterator[tuple]:
     yield -INF, 0.0, 0.0, [2.0], [3.0]
-    for _ in range(6):
-        for before in (-INF, rng.uniform(-3, -1), rng.uniform(4, 6)):
+    for offset in (0, 0, 0, 0, 900, -900):
+        for before in (-INF, offset + rng.uniform(-3, -1), offset + rng.uniform(4, 6)):
             started = before > -INF
             d, acc = (rng.uniform(1, 3), rng.uniform(-5, 5)) if started else (0.0, 0.0)
-            scores = [rng.uniform(0, 3) for _ in range(4)]
+            scores = [offset + rng.uniform(0, 3) for _ in range(4)]
             values = [rng.uniform(-5, 5) for _ in range(4)]
             if rng.random() < 0.5:
                 scores[2:], values[2:] = [-INF, -INF], [rng.uniform(-5, 5), math.nan]
@@ -134,9 +134,9 @@ def merge(first, second):
 def part_cases(rng: random.Random) -> Iterator[tuple]:
     empty = (-INF, 0.0, 0.0)
     yield empty, empty
-    for _ in range(5):
-        first = rng.uniform(-5, 5), rng.uniform(1, 4), rng.uniform(-9, 9)
-        second = rng.uniform(-5, 5), rng.uniform(1, 4), rng.uniform(-9, 9)
+    for offset in (0, 0, 0, 900, -900):
+        first = offset + rng.uniform(-5, 5), rng.uniform(1, 4), rng.uniform(-9, 9)
+        second = offset + rng.uniform(-5, 5), rng.uniform(1, 4), rng.uniform(-9, 9)
         yield first, empty
         yield empty, second
         yield first, second
@@ -209,7 +209,15 @@ def launch_softmax_mean(function, scores, v, lengths, block):
 
 def row_cases(rng: random.Random) -> Iterator[tuple]:
     """scores [num_rows, 6] and v [num_rows, 6, 2], NaN beyond the lengths; 4 tokens at a time."""
-    for lengths, offset in ([1], 0), ([0], 0), ([2, 1, 4], 0), ([5], 0), ([5], 300), ([6], -4):
+    for lengths, offset in (
+        ([1], 0),
+        ([0], 0),
+        ([2, 1, 4], 0),
+        ([5], 0),
+        ([5], 300),
+        ([5], -300),
+        ([6], -4),
+    ):
         scores = np.full((len(lengths), 6), math.nan, np.float32)
         v = np.full((len(lengths), 6, 2), math.nan, np.float32)
         for row, length in enumerate(lengths):

@@ -66,7 +66,7 @@ def examine(id: str, part: Any = None, *, device: str | None = None) -> Finding:
     """
     if not isinstance(id, str) or id not in CLAIMS:
         raise ValueError(f"id: expected one of {', '.join(CLAIMS)}, got {id!r}")
-    return claims.examine(CLAIMS[id], part, device or checkpoint.pick_device().type)
+    return claims.examine(CLAIMS[id], part, _device(device))
 
 
 class Ledger:
@@ -161,6 +161,16 @@ class Ledger:
         if self.gpu is not None:
             texts.append(("", escape(self.gpu_answer(claim.id))))
         return f"<tr>{''.join(cell.format(*text) for text in texts)}</tr>"
+
+
+def _device(name: str | None) -> str:
+    """ "cpu" or "cuda"; ValueError if it is neither, or not there."""
+    if name is None:
+        return checkpoint.pick_device().type
+    expect(name in ("cpu", "cuda"), "device", "cpu or cuda", repr(name))
+    there = name == "cpu" or torch.cuda.is_available()
+    expect(there, "device", "an NVIDIA GPU for cuda", "a machine without one")
+    return name
 
 
 def _device_name(device: str) -> str:

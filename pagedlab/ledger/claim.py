@@ -132,7 +132,7 @@ def examine(claim: Claim, part: Any = None, device: str = "cpu") -> Finding:
         return Finding(claim, device, False, problem=str(refuted))
     except ImportError:
         raise  # no Triton here: nothing was tried
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = error.__cause__ if type(error).__name__ == "InterpreterError" else None
         reason = str(cause or error).strip().splitlines() or [""]
         line = f"{type(cause or error).__name__}: {reason[0]}"
@@ -177,18 +177,24 @@ def mutant(kernel: Any, before: str, after: str) -> Any:
 
     if type(kernel).__name__ not in KERNELS:
         raise ValueError(f"kernel: expected a function under @triton.jit, got {kernel!r}")
+    for name, text in (("before", before), ("after", after)):
+        expect(isinstance(text, str), name, "text", repr(text))
     source = inspect.getsource(kernel.fn)
+    source = source[source.index("def ") :]
     if source.count(before) != 1:
         raise ValueError(
             f"before: expected text found once, got {before!r} {source.count(before)}x"
         )
     expect(after != before, "after", "another text than before", repr(after))
-    source = source[source.index("def ") :].replace(before, after)
+    source = source.replace(before, after)
     file = f"<mutant {next(_numbers)} of {kernel.fn.__name__}>"
     lines = source.splitlines(keepends=True)
     linecache.cache[file] = (len(source), None, lines, file)
     names = kernel.fn.__globals__ | {"__name__": f"mutants.{kernel.fn.__name__}"}
-    exec(compile(source, file, "exec"), names)
+    try:
+        exec(compile(source, file, "exec"), names)
+    except SyntaxError as error:
+        raise ValueError(f"after: expected Python, got {after!r} ({error.msg})") from None
     fixed = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get(
         "do_not_specialize"
     )

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 from plotly.offline import get_plotlyjs_version
 
+from pagedlab.layout import expect_in_range
 from pagedlab.widgets.base import FOLDER, css
 
 # after Okabe and Ito: apart for colour-blind readers, on light and on dark paper
@@ -54,7 +55,8 @@ class Chart:
         step: str = "step",
         height: int = 380,
     ) -> None:
-        if not alt.strip():
+        height = expect_in_range("height", height, start=10)  # plotly's least
+        if not isinstance(alt, str) or not alt.strip():
             raise ValueError("alt: expected a sentence that says what the chart shows, got none")
         if not figure.data:
             raise ValueError("figure: expected at least one trace, got none")
