@@ -82,13 +82,14 @@ def panel(page: Page, index: int = 0) -> Locator:
 
 
 def enter(widget: Locator, label: str, value: int) -> None:
-    """Type a number into the box, or the readout of the slider, with this label."""
+    """Type a number into the box, or the slider's readout, with this label; wait for a frame."""
     row = widget.locator(".jupyter-widgets", has=widget.page.get_by_text(label, exact=True)).last
     box = row.locator(".widget-readout, input").first
     box.click()
     box.press("ControlOrMeta+a")
     widget.page.keyboard.type(str(value))
     widget.page.keyboard.press("Enter")
+    widget.page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
 
 
 def value(widget: Locator, name: str) -> str:

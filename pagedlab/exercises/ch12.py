@@ -260,6 +260,10 @@ def masked_afterwards(scores, alive):
     return [w if a else 0.0 for w, a in zip(weights, alive, strict=True)]
 
 
+def nobody_alive_uniform(scores, alive):
+    return masked_weights(scores, alive) if any(alive) else [1 / len(scores)] * len(scores)
+
+
 def largest_of_all(scores, alive):
     if not any(alive):
         return [0.0] * len(scores)
@@ -426,6 +430,10 @@ EXERCISES = (
             Confusion(
                 "The largest score of those alive: the others may be anything, also large.",
                 largest_of_all,
+            ),
+            Confusion(
+                "With nobody alive equal sentinels become equal weights: ask for that case first.",
+                nobody_alive_uniform,
             ),
             Confusion("NaN + -inf is NaN: replace a dead score, do not add.", minus_infinity_added),
             Confusion(

@@ -143,7 +143,7 @@ class Ledger:
         head = "".join(f'<th style="{CELL}">{escape(name)}</th>' for name in heads)
         return (
             '<div class="pagedlab-ledger" tabindex="0" style="overflow-x:auto">'
-            f'<table style="min-width:{14 * len(heads)}em;font-size:.875em">'
+            f'<table style="min-width:{11 * len(heads)}em;font-size:.875em">'
             f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{rows}</tbody></table></div>"
         )
@@ -164,7 +164,7 @@ class Ledger:
 
 
 def _device(name: str | None) -> str:
-    """ "cpu" or "cuda"; ValueError if it is neither, or not there."""
+    """The device to examine on; ValueError if it is neither "cpu" nor "cuda", or not there."""
     if name is None:
         return checkpoint.pick_device().type
     expect(name in ("cpu", "cuda"), "device", "cpu or cuda", repr(name))
